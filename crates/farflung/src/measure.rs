@@ -111,7 +111,7 @@ pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
         if let Output::Losses(losses) = output {
             loss = stage::total(&losses)? / tokens as f64;
         }
-        let into = &mut Grads { flat: &mut grads, accumulate: false };
+        let into = &mut Grads::flat(&mut grads, false);
         whole.backward(&params, saved, None, into, |_, _| ())?;
         let prepared = chain.prepare(&grads)?;
         chain.commit(&mut params, &grads, prepared)?;

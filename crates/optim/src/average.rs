@@ -35,6 +35,7 @@ pub use apart::ApartHolders;
 pub use coding::{Coding, MakeCompressor, MakeProtocol};
 pub use config::AverageConfig;
 pub use shards::Shards;
+pub(crate) use shards::with_part;
 
 /// Averages flat buffers of one layout over the ranks of a communicator.
 ///

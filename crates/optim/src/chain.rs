@@ -13,13 +13,13 @@ use std::ops::Range;
 
 use farflung_tensor::{Device, Op, Param, ParamLayout, Program, Tensor};
 
-use crate::OptimError;
 use crate::group::{Groups, ParamGroup};
 use crate::norm::global_norm;
 use crate::per_tensor::factor;
 use crate::transform::{StateKind, SyncSchedule, Transform};
+use crate::{OptimError, Shard};
 pub use accumulated::AccumulatedUpdate;
-use pass::{Class, Numbered, classify, close, passes};
+use pass::{ChainPiece, Class, Numbered, classify, close, passes};
 pub use stored::StateStore;
 use stored::StoredStates;
 
@@ -127,29 +127,30 @@ impl ChainBuilder {
         self.build_shard(device, layout, 0..layout.len())
     }
 
-    /// Binds the chain to a range of a layout's flat buffers, of which other ranks update the rest (Rajbhandari
-    /// et al. 2020, "ZeRO", stage 1). State buffers have the range's length. [`Chain::commit`] takes whole
-    /// buffers of parameters and gradients, and reads and writes only the range.
+    /// Binds the chain to a shard of a layout's flat buffers, of which other ranks update the rest (Rajbhandari
+    /// et al. 2020, "ZeRO", stage 1). State buffers have the shard's length. [`Chain::commit`] reads and writes
+    /// only the shard.
     ///
-    /// Errors: as [`ChainBuilder::build`]; [`OptimError::Setting`] if a link works on whole tensors and the
-    /// range begins or ends within one, or if replicas average more than gradients.
+    /// Errors: as [`ChainBuilder::build`]; [`OptimError::Setting`] if a link works on whole tensors and a range
+    /// of the shard begins or ends within one, or if replicas average more than gradients.
     pub fn build_shard(
         self,
         device: &Device,
         layout: &ParamLayout,
-        shard: Range<usize>,
+        shard: impl Into<Shard>,
     ) -> Result<Chain, OptimError> {
+        let shard = shard.into();
         self.check_shard(layout, &shard)?;
         self.bind(device, layout, shard, None)
     }
 
-    /// Binds the chain to a range of a layout's flat buffers. `stored` says where its states are, unless they
+    /// Binds the chain to a shard of a layout's flat buffers. `stored` says where its states are, unless they
     /// are in the device's memory.
     fn bind(
         self,
         device: &Device,
         layout: &ParamLayout,
-        shard: Range<usize>,
+        shard: Shard,
         stored: Option<StoredStates>,
     ) -> Result<Chain, OptimError> {
         self.check()?;
@@ -183,12 +184,23 @@ impl ChainBuilder {
             last = Some(classify(&mut classes, last, group, (passes, gathered), param));
         }
         close(&mut classes, last, layout);
-        let pieces = stored.as_ref().map_or_else(|| vec![shard.clone()], |stored| stored.pieces.clone());
+        let ranges = stored.as_ref().map_or_else(|| shard.ranges().to_vec(), |stored| stored.pieces.clone());
+        let piece = |range: Range<usize>| {
+            let at = shard.within(&range).next().map_or(0, |piece| piece.at);
+            let first_of_shard = range.start - at;
+            // The states of a piece in a store are buffers of their own.
+            let first = if stored.is_some() { range.start } else { first_of_shard };
+            ChainPiece { range, first, first_of_shard }
+        };
+        let pieces: Vec<ChainPiece> = ranges.into_iter().map(piece).collect();
         for class in &mut classes {
             class.cut(&pieces);
         }
         let several = classes.iter().any(|class| class.passes.len() > 1);
-        let longest = pieces.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
+        let longest = match &stored {
+            Some(stored) => stored.pieces.iter().map(ExactSizeIterator::len).max().unwrap_or(0),
+            None => shard.len(),
+        };
         let update = several.then(|| device.zeros(longest)).transpose()?;
         let here = if stored.is_some() { 0 } else { named.names.len() };
         let states = (0..here).map(|_| device.zeros(shard.len())).collect::<Result<_, _>>()?;
@@ -263,7 +275,7 @@ pub struct Chain {
     classes: Vec<Class>,
     /// Ranges of the flat buffers that are updated one after another: the whole shard, unless states are in
     /// `store`.
-    pieces: Vec<Range<usize>>,
+    pieces: Vec<ChainPiece>,
     /// Program that computes, from a state and the gradient, the values that replicas average.
     contribution: Program,
     /// Names of the state buffers.
@@ -280,8 +292,8 @@ pub struct Chain {
     /// Program that multiplies a tensor's update by a factor.
     factor: Program,
     step: u64,
-    /// The range of the flat buffers that the chain updates.
-    shard: Range<usize>,
+    /// What the chain updates of the flat buffers.
+    shard: Shard,
     scalars: Vec<f32>,
 }
 
@@ -395,11 +407,11 @@ impl Chain {
         self.step -= 1;
     }
 
-    /// Returns the range of the layout's flat buffers that it updates: all, unless
+    /// Returns what it updates of the layout's flat buffers: all, unless
     /// [`ChainBuilder::build_shard`] made it.
     #[must_use]
-    pub fn shard(&self) -> Range<usize> {
-        self.shard.clone()
+    pub const fn shard(&self) -> &Shard {
+        &self.shard
     }
 
     /// Returns the names of the state buffers.

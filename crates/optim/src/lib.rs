@@ -14,12 +14,15 @@ pub mod local;
 
 mod outer;
 mod scaling;
+mod shard;
 mod weigh;
 
 #[cfg(feature = "sync")]
 mod average;
 #[cfg(feature = "sync")]
 pub mod device_codec;
+#[cfg(feature = "sync")]
+mod shard_reduction;
 #[cfg(feature = "sync")]
 pub mod sync;
 
@@ -34,6 +37,7 @@ pub use lr_schedule::{Decay, LrSchedule};
 pub use norm::{global_norm, sum_of_squares};
 pub use outer::{OuterOptimizer, diloco_outer};
 pub use scaling::LossScale;
+pub use shard::{Shard, ShardPiece};
 
 // For averages over ranks (feature `sync`). The methods of synchronisation are in the module `sync`.
 #[cfg(feature = "sync")]
@@ -41,6 +45,8 @@ pub use average::{
     ApartHolders, Average, AverageConfig, Averaged, Averaging, Coding, MakeCompressor, MakeProtocol, Shards,
     agree, token_weight,
 };
+#[cfg(feature = "sync")]
+pub use shard_reduction::ShardReduction;
 
 // For users who write their own transform or trainer.
 pub use chain::AccumulatedUpdate;

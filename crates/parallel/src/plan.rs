@@ -90,8 +90,8 @@ pub struct Plan {
     /// Whether these ranks divide the positions of sequences, too, where each has whole layers.
     pub sequence_parallel: bool,
     /// What replicas divide of what all of them would hold, by its number in "ZeRO" (Rajbhandari et al. 2020):
-    /// 0 nothing; 1 the optimizer's state. Each rank then updates a shard of its parameters and sends it to the
-    /// others. 2 and 3, gradients and parameters too, are not implemented yet.
+    /// 0 nothing; 1 the optimizer's state: each rank then updates a shard of its parameters and sends it to the
+    /// others; 2 gradients, too. 3, parameters too, is not implemented yet.
     pub zero: u32,
     /// How replicas divide it: a weight for each, of which some may be 0. Empty: equally.
     pub zero_weights: Vec<u32>,

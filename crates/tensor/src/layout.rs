@@ -151,13 +151,32 @@ impl ParamLayout {
                 rhs: Shape::from(self.len),
             });
         }
+        self.views_mut_from(flat, 0, first)
+    }
+
+    /// Returns disjoint mutable views of parameters `first..first + N` of a buffer that has a range of a flat
+    /// buffer with this layout, from element `start` on.
+    ///
+    /// Errors: [`TensorError::OutOfBounds`] if the parameters are not within the range.
+    pub fn views_mut_from<'a, const N: usize>(
+        &self,
+        buffer: &'a mut Tensor,
+        start: usize,
+        first: usize,
+    ) -> Result<[ViewMut<'a>; N]> {
         let params = self.some(first, N)?;
-        let mut rest = Some(flat.view_mut());
-        let mut at = 0;
+        if let [first, .., last] | [first @ last] = params
+            && (first.start < start || last.range().end > start + buffer.shape().len())
+        {
+            let (op, len) = ("layout", start + buffer.shape().len());
+            return Err(TensorError::OutOfBounds { op, start: first.start, end: last.range().end, len });
+        }
+        let mut rest = Some(buffer.view_mut());
+        let mut at = start;
         Ok(std::array::from_fn(|i| {
             let p = &params[i];
             let view = rest.take().expect("each turn puts the rest back");
-            let fits = "the buffer is as long as the layout";
+            let fits = "the buffer has the parameters";
             let (_, tail) = view.split_at(p.start - at).expect(fits);
             let (view, tail) = tail.split_at(p.shape.len()).expect(fits);
             at = p.start + p.shape.len();

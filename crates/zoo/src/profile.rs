@@ -368,7 +368,7 @@ fn block(spec: &ModelSpec, block: &BlockSpec, of: Pieces<'_>) -> Result<LayerPro
     // The block's output is not needed any more; its gradient takes its place.
     let dx = layer.backward_input(&cx, &mut saved, y, Later::Nothing)?;
     let (input, between) = (meter.read(), kept(&saved) - saved_bytes);
-    layer.backward_weight(&cx, &saved, &mut Grads { flat: &mut flat, accumulate: false })?;
+    layer.backward_weight(&cx, &saved, &mut Grads::flat(&mut flat, false))?;
     let passes = Passes {
         forward,
         input,
@@ -396,7 +396,7 @@ fn embedding(spec: &ModelSpec, of: Pieces<'_>) -> Result<LayerProfile> {
     let mut meter = bench.meter();
     let y = layer.forward(&cx, &tokens, 0)?;
     let forward = meter.read();
-    layer.backward(&cx, &tokens, 0, &y, &mut Grads { flat: &mut flat, accumulate: false }, false)?;
+    layer.backward(&cx, &tokens, 0, &y, &mut Grads::flat(&mut flat, false), false)?;
     let weight = meter.read();
     Ok(LayerProfile {
         parameters: bench.layout.count() as u64,
@@ -431,7 +431,7 @@ fn head(spec: &ModelSpec, of: Pieces<'_>) -> Result<LayerProfile> {
     let mut meter = bench.meter();
     let dx = layer.backward_input(&cx, &mut saved)?;
     let (input, between) = (meter.read(), bytes(saved.tensors()) - saved_bytes);
-    layer.backward_weight(&cx, saved, &mut Grads { flat: &mut flat, accumulate: false })?;
+    layer.backward_weight(&cx, saved, &mut Grads::flat(&mut flat, false))?;
     let passes = Passes {
         forward,
         input,

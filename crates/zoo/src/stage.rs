@@ -296,15 +296,16 @@ impl Stage {
     /// Runs the backward pass of one microbatch. `dy` is the gradient of the stage's output; `None` for the
     /// last stage. Returns the gradient of the stage's input; `None` for the first stage.
     ///
-    /// `ready` is called with each range of the flat gradients when it is final for this microbatch, from the
-    /// last parameters to the first. The caller can start to reduce the range while the rest is computed.
+    /// `ready` is called with each of [`Stage::backward_ranges`] when its gradients are final for this
+    /// microbatch, from the last parameters to the first. The caller can start to reduce them while
+    /// the rest is computed.
     pub fn backward(
         &self,
         params: &Tensor,
         saved: Saved,
         dy: Option<Tensor>,
         grads: &mut Grads<'_>,
-        mut ready: impl FnMut(Range<usize>, &Tensor),
+        mut ready: impl FnMut(Range<usize>, &mut Grads<'_>),
     ) -> Result<Option<Tensor>, ZooError> {
         self.check_whole(&saved)?;
         let mut routed = saved.routed;
@@ -316,7 +317,7 @@ impl Stage {
             (Some(head), Some(mut saved), None) => {
                 let dx = head.backward_input(&cx, &mut saved)?;
                 head.backward_weight(&cx, saved, grads)?;
-                ready(self.span(head.params()), grads.flat);
+                ready(self.span(head.params()), grads);
                 dx
             }
             (None, None, Some(dy)) => dy,
@@ -328,15 +329,15 @@ impl Stage {
             dx = block.backward_input(&cx, &mut saved, dx, Later::Nothing)?;
             block.backward_weight(&cx, &saved, grads)?;
             drop(saved);
-            ready(self.span_of(block.params()), grads.flat);
+            ready(self.span_of(block.params()), grads);
         }
         if let (Some(embedding), Some(tokens)) = (&self.layers.embedding, saved.tokens) {
             embedding.backward(&cx, &tokens, saved.positions.start, &dx, grads, tied_head)?;
-            ready(self.span(embedding.params()), grads.flat);
+            ready(self.span(embedding.params()), grads);
             return Ok(None);
         }
         if tied_head {
-            ready(self.span((0, 1)), grads.flat);
+            ready(self.span((0, 1)), grads);
         }
         Ok(Some(dx))
     }
@@ -419,7 +420,7 @@ impl Stage {
         &self,
         saved: Saved,
         grads: &mut Grads<'_>,
-        mut ready: impl FnMut(Range<usize>, &Tensor),
+        mut ready: impl FnMut(Range<usize>, &mut Grads<'_>),
     ) -> Result<(), ZooError> {
         // The weight halves do not read the parameters, so an empty tensor is passed in their place.
         let nothing = self.device.zeros(0)?;
@@ -427,20 +428,20 @@ impl Stage {
         let tied_head = self.has_tied_head();
         if let (Some(head), Some(saved)) = (&self.layers.head, saved.head) {
             head.backward_weight(&cx, saved, grads)?;
-            ready(self.span(head.params()), grads.flat);
+            ready(self.span(head.params()), grads);
         }
         for (i, kept) in saved.blocks.into_iter().enumerate().rev() {
             let saved = kept.restore(|x| self.again(&cx, i, x))?;
             let block = &self.layers.blocks[i];
             block.backward_weight(&cx, &saved, grads)?;
-            ready(self.span_of(block.params()), grads.flat);
+            ready(self.span_of(block.params()), grads);
         }
         if let (Some(embedding), Some(tokens)) = (&self.layers.embedding, saved.tokens) {
             let dx = saved.dx.expect("`backward_input` is called before `backward_weight`");
             embedding.backward(&cx, &tokens, saved.positions.start, &dx, grads, tied_head)?;
-            ready(self.span(embedding.params()), grads.flat);
+            ready(self.span(embedding.params()), grads);
         } else if tied_head {
-            ready(self.span((0, 1)), grads.flat);
+            ready(self.span((0, 1)), grads);
         }
         Ok(())
     }

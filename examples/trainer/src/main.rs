@@ -103,17 +103,11 @@ fn worker(endpoint: Arc<memory::Memory>) -> Result<Trained> {
         // A bucket is sent as soon as its gradients are final, while the backward of earlier layers still runs.
         let mut averaging = average.begin();
         let mut left = Ok(());
-        model.backward(
-            &params,
-            saved,
-            None,
-            &mut Grads { flat: &mut grads, accumulate: false },
-            |range, flat| {
-                if left.is_ok() {
-                    left = averaging.ready(range, flat);
-                }
-            },
-        )?;
+        model.backward(&params, saved, None, &mut Grads::flat(&mut grads, false), |range, flat| {
+            if left.is_ok() {
+                left = averaging.ready(range, flat);
+            }
+        })?;
         left?;
         let averaged = averaging.finish(&mut grads)?;
 

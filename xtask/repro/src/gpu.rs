@@ -207,7 +207,7 @@ fn step(device: &Device, sizes: &Sizes, seed: u64) -> Result<(f64, f64)> {
         let (x, y) = (stage.tokens(&inputs, context)?, stage.tokens(&targets, context)?);
         let (_, saved) =
             stage.forward(&params, Input::Tokens(x), Some(Targets::all(&y, 1.0 / tokens as f32)))?;
-        let into = &mut Grads { flat: &mut grads, accumulate: false };
+        let into = &mut Grads::flat(&mut grads, false);
         stage.backward(&params, saved, None, into, |_, _| ())?;
         let prepared = chain.prepare(&grads)?;
         Ok(chain.commit(&mut params, &grads, prepared)?)

@@ -29,7 +29,7 @@ const GIB: f64 = (1_u64 << 30) as f64;
 const NEEDED: u64 = 40_000_000_000;
 const STEPS: usize = 3;
 /// Layers of the four stages: the first one also has the token table, and the last one a copy of it.
-const LAYERS: [&str; 4] = ["0..11", "11..24", "24..37", "37..48"];
+const LAYERS: [&str; 4] = ["0..10", "10..24", "24..38", "38..48"];
 
 /// Flags of both runs: eight sequences of 128 tokens in a step.
 const FLAGS: &str = "--model gpt2-xl --tokenizer byte --vocab 50257 --context 128 --warmup 0 --lr 1e-4 --eval-every 0 --eval-batches 1 --sample-tokens 0 \

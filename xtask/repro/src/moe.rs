@@ -86,7 +86,7 @@ fn step(stage: &Stage, own: Range<usize>, all: usize, sent: impl Fn() -> u64) ->
     let Output::Losses(losses) = output else { bail!("the whole model gives losses") };
     let routed = saved.routed().to_vec();
     let mut flat = stage.zeros()?;
-    let grads = &mut Grads { flat: &mut flat, accumulate: false };
+    let grads = &mut Grads::flat(&mut flat, false);
     stage.backward(&params, saved, None, grads, |_, _| {})?;
     let sent = sent() - before;
     let values = flat.to_vec::<f32>()?;

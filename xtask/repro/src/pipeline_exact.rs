@@ -225,7 +225,7 @@ fn backward(
     let mut dy = None;
     for (k, saved) in kept.into_iter().enumerate().rev() {
         let mut flat = parts[k].zeros()?;
-        let mut grads = Grads { flat: &mut flat, accumulate: false };
+        let mut grads = Grads::flat(&mut flat, false);
         dy = parts[k].backward(&params[k], saved, dy, &mut grads, |_, _| {})?;
         sums[k].iter_mut().zip(flat.to_vec::<f32>()?).for_each(|(sum, g)| *sum += g);
     }

@@ -1,5 +1,5 @@
-//! Replicas that divide the optimizer's state (stage 1 of ZeRO): bits, bytes held and sent, and the time of a
-//! step.
+//! Replicas that divide the optimizer's state, and gradients (stages 1 and 2 of ZeRO): bits, bytes held and
+//! sent, and the time of a step.
 
 use anyhow::{Result, anyhow};
 use farflung::TrainConfig;
@@ -7,15 +7,17 @@ use farflung::base::{Bandwidth, Link, Nanos};
 use farflung::config::choice::OptimizerKind;
 use farflung::config::value::Setting as _;
 use farflung::config::zero::Weights;
+use farflung::tensor::Device;
 use farflung::train::{Job, Prediction, step_memory};
+use farflung::zoo::Stage;
 
 use crate::harness::{Bench, Options, Report, Threshold};
 use crate::workers::{JobTransport, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "zero",
-    claim: "replicas that divide the optimizer's state, equally or not, take the steps of replicas that each have \
-            all of it, hold and send what the closed forms say, whatever is accumulated, and take the time of what \
+    claim: "replicas that divide the optimizer's state and gradients, equally or not, take the steps of replicas that each have \
+            all of it, hold and send what the closed forms say, and take the time of what \
             they send",
     source: "Rajbhandari et al. 2020, ZeRO; shared/facts/larger-than-a-machine.md 3",
     seed: 1337,
@@ -29,17 +31,26 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let optimizers: &[&str] =
         if options.quick { &["adamw", "muon"] } else { &["adamw", "sgd", "lamb", "muon"] };
     for optimizer in optimizers {
-        steps(report, &first, optimizer)?;
+        for stage in STAGES {
+            steps(report, &first, (stage, optimizer))?;
+        }
     }
     let nano = job(TrainConfig { workers: 1, ..config(report.seed(), true) }, JobTransport::Memory)?;
-    held(report, &nano)?;
-    sent(report, &nano, options.quick)?;
-    times(report, &nano)
+    for stage in STAGES {
+        held(report, &nano, stage)?;
+        sent(report, &nano, (stage, options.quick))?;
+        times(report, &nano, stage)?;
+    }
+    Ok(())
 }
 
-/// Returns a job of replicas that divide the state by some weights, or not at all.
-fn divided(first: &Job, shares: Option<&[u32]>, settings: TrainConfig, over: JobTransport) -> Job {
-    let zero = usize::from(shares.is_some());
+/// The stages of ZeRO: those that divide the state, and gradients too.
+const STAGES: [usize; 2] = [1, 2];
+
+/// Returns a job of replicas that divide by some weights what a stage says, or nothing.
+fn divided(first: &Job, by: Option<(usize, &[u32])>, settings: TrainConfig, over: JobTransport) -> Job {
+    let zero = by.map_or(0, |(stage, _)| stage);
+    let shares = by.map(|(_, shares)| shares);
     let zero_weights = shares.map(|shares| Weights(shares.to_vec()));
     again(first, TrainConfig { zero, zero_weights, ..settings }, over)
 }
@@ -72,7 +83,7 @@ fn other_bits(one: &Trained, other: &Trained) -> f64 {
 
 /// Compares steps of shards with those of replicas that each have all of the state. Two numbers have one sum;
 /// of more, the owner of each element adds them in rank order, and `ddp` by its own algorithm.
-fn steps(report: &mut Report<'_>, first: &Job, optimizer: &str) -> Result<()> {
+fn steps(report: &mut Report<'_>, first: &Job, (stage, optimizer): (usize, &str)) -> Result<()> {
     let kind = OptimizerKind::parse(optimizer).ok_or_else(|| anyhow!("no such optimizer"))?;
     // Whole tensors do not begin with the chunks in which the squares of a clipped norm are added up.
     let clip = if kind.row().per_tensor { 0.0 } else { 1.0 };
@@ -87,27 +98,33 @@ fn steps(report: &mut Report<'_>, first: &Job, optimizer: &str) -> Result<()> {
     let over = JobTransport::Memory;
     let whole = trained(&divided(first, None, two.clone(), over))?;
     for shares in [&[1, 1][..], &[3, 1], &[0, 1]] {
-        let found = trained(&divided(first, Some(shares), two.clone(), over))?;
-        let metric = format!("{optimizer}, {}: parameters with other bits than ddp's", named(shares));
+        let found = trained(&divided(first, Some((stage, shares)), two.clone(), over))?;
+        let metric =
+            format!("{optimizer}, stage {stage}, {}: parameters with other bits than ddp's", named(shares));
         report.row(&metric, other_bits(&found, &whole), "", Threshold::AtMost(0.0))?;
     }
     let whole = trained(&divided(first, None, four.clone(), over))?;
-    let equal = trained(&divided(first, Some(&[1; 4]), four.clone(), over))?;
+    let equal = trained(&divided(first, Some((stage, &[1; 4])), four.clone(), over))?;
     let off = whole.losses.iter().zip(&equal.losses).map(|(a, b)| ((a - b) / a).abs()).fold(0.0, f64::max);
-    let metric =
-        format!("{optimizer}, 4 equal shards: largest relative difference of {STEPS} losses from ddp's");
+    let metric = format!(
+        "{optimizer}, stage {stage}, 4 equal shards: largest relative difference of {STEPS} losses from ddp's"
+    );
     report.row(&metric, off, "", Threshold::AtMost(1e-6))?;
     for shares in [&[5, 1, 0, 2][..], &[0, 0, 1, 0]] {
-        let found = trained(&divided(first, Some(shares), four.clone(), over))?;
-        let metric = format!("{optimizer}, {}: parameters with other bits than equal shards", named(shares));
+        let found = trained(&divided(first, Some((stage, shares)), four.clone(), over))?;
+        let metric = format!(
+            "{optimizer}, stage {stage}, {}: parameters with other bits than equal shards",
+            named(shares)
+        );
         report.row(&metric, other_bits(&found, &equal), "", Threshold::AtMost(0.0))?;
     }
     Ok(())
 }
 
 /// Compares the bytes of weights, gradients and state, counted at the allocator, with the closed forms in f32:
-/// with AdamW and LAMB `8 P + 8 P / N`, with the momentum of SGD `8 P + 4 P / N`.
-fn held(report: &mut Report<'_>, nano: &Job) -> Result<()> {
+/// with AdamW and LAMB `8 P + 8 P / N`, with the momentum of SGD `8 P + 4 P / N`; where gradients are divided,
+/// `4 P + 12 P / N` and `4 P + 8 P / N`.
+fn held(report: &mut Report<'_>, nano: &Job, stage: usize) -> Result<()> {
     let parameters = nano.model.parameters() as f64;
     for (optimizer, state) in [("adamw", 8.0), ("sgd", 4.0)] {
         let optimizer_kind = OptimizerKind::parse(optimizer).ok_or_else(|| anyhow!("no such optimizer"))?;
@@ -118,15 +135,18 @@ fn held(report: &mut Report<'_>, nano: &Job) -> Result<()> {
                 momentum: 0.9,
                 ..config(nano.config.seed, true)
             };
-            let job = divided(nano, Some(shares), settings, JobTransport::Memory);
+            let job = divided(nano, Some((stage, shares)), settings, JobTransport::Memory);
+            let whole = if stage == 1 { 8.0 } else { 4.0 };
             let all: u32 = shares.iter().sum();
             let mut off = 0.0_f64;
             for (memory, &own) in step_memory(&job)?.iter().zip(shares) {
                 let found = (memory.weights.0 + memory.gradients.0 + memory.optimizer.0) as f64;
-                let form = (8.0 + state * f64::from(own) / f64::from(all)) * parameters;
+                let divided = (8.0 - whole + state) * f64::from(own) / f64::from(all);
+                let form = (whole + divided) * parameters;
                 off = off.max((found / form - 1.0).abs());
             }
-            let metric = format!("{optimizer}, {}: bytes held, off the closed form", named(shares));
+            let metric =
+                format!("{optimizer}, stage {stage}, {}: bytes held, off the closed form", named(shares));
             report.row(&metric, 100.0 * off, "%", Threshold::AtMost(1.0))?;
         }
     }
@@ -139,16 +159,16 @@ fn lengths(shares: &[u32], parameters: f64) -> Vec<f64> {
     shares.iter().map(|&own| parameters * f64::from(own) / all).collect()
 }
 
-/// Compares the bytes that a rank sends in a step with the closed form: to each owner what it updates, and its
-/// own shard to all others, once a step whatever is accumulated.
-fn sent(report: &mut Report<'_>, nano: &Job, quick: bool) -> Result<()> {
+/// Compares the bytes that a rank sends in a step with the closed form: to each owner what it updates, once a
+/// step or, where gradients are divided, after each microbatch; and its own shard to all others, once a step.
+fn sent(report: &mut Report<'_>, nano: &Job, (stage, quick): (usize, bool)) -> Result<()> {
     let parameters = nano.model.parameters() as f64;
     let accumulated: &[usize] = if quick { &[4] } else { &[1, 4, 16] };
     for &accumulate in accumulated {
         for shares in [&[1, 1][..], &[1; 4], &[5, 3, 1, 1]] {
             let settings =
                 TrainConfig { workers: shares.len(), batch: 1, accumulate, ..config(nano.config.seed, true) };
-            let job = divided(nano, Some(shares), settings, JobTransport::Memory);
+            let job = divided(nano, Some((stage, shares)), settings, JobTransport::Memory);
             let bytes = on_all(&job, |worker| {
                 worker.step(false)?;
                 let sent = |worker: &farflung::train::Trainer| worker.comm().stats().sent.payload.0;
@@ -158,21 +178,46 @@ fn sent(report: &mut Report<'_>, nano: &Job, quick: bool) -> Result<()> {
             })?;
             let mut off = 0.0_f64;
             for (bytes, own) in bytes.into_iter().zip(lengths(shares, parameters)) {
-                let form = 4.0 * (parameters - own + (shares.len() - 1) as f64 * own);
+                let often = if stage == 1 { 1 } else { accumulate };
+                let form = 4.0 * (often as f64 * (parameters - own) + (shares.len() - 1) as f64 * own);
                 off = off.max((bytes as f64 / form - 1.0).abs());
             }
-            let metric =
-                format!("{}, {accumulate} microbatches: bytes sent, off P + (N - 2) p", named(shares));
+            let metric = format!(
+                "stage {stage}, {}, {accumulate} microbatches: bytes sent, off the closed form",
+                named(shares)
+            );
             report.row(&metric, 100.0 * off, "%", Threshold::AtMost(1.0))?;
         }
     }
     Ok(())
 }
 
+/// Returns how many of `elements` elements pass the busiest link while they reach their owners, or come from
+/// them: the gradients of others leave, and the others' contributions arrive; or the reverse.
+fn busiest(shares: &[u32], elements: f64) -> f64 {
+    let others = (shares.len() - 1) as f64;
+    lengths(shares, elements).into_iter().map(|own| (elements - own).max(others * own)).fold(0.0, f64::max)
+}
+
+/// Returns the time of a backward pass whose units take shares of `compute` by their elements, and then leave
+/// one after another over a link that takes `seconds` for them.
+fn backward(units: &[f64], compute: f64, seconds: impl Fn(f64) -> f64) -> f64 {
+    let all: f64 = units.iter().sum();
+    let (mut computed, mut left) = (0.0, 0.0_f64);
+    for unit in units {
+        computed += compute * unit / all;
+        left = left.max(computed) + seconds(*unit);
+    }
+    left
+}
+
 /// Compares the virtual time of a step, and its prediction, with the closed form: computation, then each rank
-/// sends and receives what the shards say, at the rate of its link.
-fn times(report: &mut Report<'_>, nano: &Job) -> Result<()> {
+/// sends and receives what the shards say, at the rate of its link. Where gradients are divided they leave
+/// within the backward pass.
+fn times(report: &mut Report<'_>, nano: &Job, stage: usize) -> Result<()> {
     let parameters = nano.model.parameters() as f64;
+    let whole = Stage::whole(&nano.model, &Device::sizes())?;
+    let units: Vec<f64> = whole.backward_ranges().iter().map(|range| range.len() as f64).collect();
     for mbits in [20, 200] {
         for shares in [&[1, 1][..], &[1; 4], &[5, 3, 1, 1], &[1, 0, 0, 0]] {
             let bandwidth = Bandwidth(mbits * 1_000_000);
@@ -184,7 +229,7 @@ fn times(report: &mut Report<'_>, nano: &Job) -> Result<()> {
                 compute_rate: 5e9,
                 ..config(nano.config.seed, true)
             };
-            let job = divided(nano, Some(shares), settings, JobTransport::Simulated(link));
+            let job = divided(nano, Some((stage, shares)), settings, JobTransport::Simulated(link));
             let took = on_all(&job, |worker| {
                 worker.step(false)?;
                 let begun = worker.comm().now();
@@ -193,13 +238,13 @@ fn times(report: &mut Report<'_>, nano: &Job) -> Result<()> {
             })?;
             let took = took.into_iter().fold(0.0, f64::max);
             let predicted = Prediction::of(&job)?;
-            // The gradients of others leave, and the others' contributions arrive; then the reverse.
-            let busiest = |(own, others): (f64, f64)| (parameters - own).max(others * own);
-            let others = (shares.len() - 1) as f64;
-            let floats = lengths(shares, parameters).into_iter().map(|own| busiest((own, others)));
-            let transfer = 2.0 * 4.0 * floats.fold(0.0, f64::max) * 8.0 / (mbits as f64 * 1e6);
-            let form = predicted.compute.as_secs_f64() + transfer;
-            let name = named(shares);
+            let compute = predicted.compute.as_secs_f64();
+            let seconds = |elements: f64| 4.0 * busiest(shares, elements) * 8.0 / (mbits as f64 * 1e6);
+            let form = match stage {
+                1 => compute + 2.0 * seconds(parameters),
+                _ => compute / 3.0 + backward(&units, 2.0 / 3.0 * compute, seconds) + seconds(parameters),
+            };
+            let name = format!("stage {stage}, {}", named(shares));
             let metric = format!("{name} at {mbits} Mbit/s: a step of {took:.2} s, off the closed form");
             report.row(&metric, 100.0 * (took / form - 1.0).abs(), "%", Threshold::AtMost(2.0))?;
             let off = (predicted.step().as_secs_f64() / took - 1.0).abs();

@@ -43,9 +43,8 @@ impl ShareOfState {
 
 impl TrainConfig {
     pub(super) fn validate_zero(&self) -> Result<()> {
-        let expected =
-            "0 or 1: stages 2 and 3, which divide gradients and parameters, are not implemented yet";
-        check("zero", &self.zero, self.zero <= 1, expected)?;
+        let expected = "0, 1 or 2: stage 3, which divides parameters, is not implemented yet";
+        check("zero", &self.zero, self.zero <= 2, expected)?;
         let expected = "0 with `state` disk: the trial steps would be written over the run's state";
         let trials = self.state == StatePlace::Disk && self.tune > 0;
         check("tune", &self.tune, !trials, expected)

@@ -68,6 +68,15 @@ fn zero_note(job: &Job) -> String {
     // The last stage has a tied token table, too.
     let table = if plan.stages() > 1 { job.model.shared_table_bytes() } else { 0 };
     let sent = Bytes((replicas - 1) * (4 * job.model.parameters() + table));
+    if plan.divides_gradients() {
+        let times = plan.microbatches.first().copied().unwrap_or(1);
+        let often = if times == 1 { "once a step".to_owned() } else { format!("{times} times a step") };
+        return format!(
+            "{replicas} replicas divide the optimizer's state and the gradients{by}: {often}, after each \
+             microbatch, all ranks together send {sent} of gradients to those that update them, and once as much \
+             of weights back"
+        );
+    }
     format!(
         "{replicas} replicas divide the optimizer's state{by}: once a step, all ranks together send {sent} of \
          gradients to those that update them, and as much of weights back"

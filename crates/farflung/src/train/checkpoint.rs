@@ -94,6 +94,9 @@ struct CheckpointRecord {
     /// empty if each had all of it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     zero_weights: Vec<u32>,
+    /// Whether shards are of each unit of a part's parameters, and not of all together.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    zero_by_unit: bool,
     /// The levels of modules through which replicas trained paths; empty if they trained one model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     paths: Vec<String>,

@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use farflung_optim::ChainBuilder;
+use farflung_optim::{ChainBuilder, Shard};
 use farflung_store::{Generation, Layout, Store, StoreError, Stream};
 use farflung_tensor::{Device, ParamLayout, Tensor};
 
@@ -81,7 +81,7 @@ impl DiskState {
         chain: &ChainBuilder,
         device: &Device,
         layout: &ParamLayout,
-        shard: &Range<usize>,
+        shard: &Shard,
     ) -> Result<Self> {
         Self::of_pieces(chain, device, layout, shard, PIECE)
     }
@@ -91,13 +91,13 @@ impl DiskState {
         chain: &ChainBuilder,
         device: &Device,
         layout: &ParamLayout,
-        shard: &Range<usize>,
+        shard: &Shard,
         most: usize,
     ) -> Result<Self> {
         let names = chain.state_names();
         let pieces = chain.pieces(layout, shard, most);
         let longest = pieces.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
-        let is_whole = *shard == (0..layout.len());
+        let is_whole = shard.is_whole(layout.len());
         let memory = PieceMemory::new(device, names.len(), (longest, is_whole))?;
         let file = if device.is_counting() {
             StateFile::Counted(memory.buffers(BUFFERS.min(pieces.len() + 1))?)
@@ -236,9 +236,10 @@ impl DiskState {
             StateFile::Closed | StateFile::Opened(_) | StateFile::Counted(_) => return Ok(values),
         };
         let Some(generation) = newest else { return Ok(values) };
-        let first = self.pieces.first().map_or(0, |piece| piece.start);
+        let mut end = 0;
         for (piece, of_layout) in self.pieces.iter().enumerate() {
-            let own = of_layout.start - first..of_layout.end - first;
+            let own = end..end + of_layout.len();
+            end = own.end;
             let common = own.start.max(range.start)..own.end.min(range.end);
             if common.is_empty() {
                 continue;
@@ -369,7 +370,7 @@ pub(super) fn newest_in(path: &Path) -> Result<Option<u64>> {
 }
 
 /// Returns a hash of what the file is of: the names of states, and the tensors of the shard.
-fn identity(names: &[String], layout: &ParamLayout, shard: &Range<usize>) -> [u8; 32] {
+fn identity(names: &[String], layout: &ParamLayout, shard: &Shard) -> [u8; 32] {
     let mut hash = blake3::Hasher::new();
     for name in names {
         hash.update(name.as_bytes()).update(&[0]);
@@ -377,7 +378,9 @@ fn identity(names: &[String], layout: &ParamLayout, shard: &Range<usize>) -> [u8
     for param in layout.params() {
         hash.update(format!("{} {} {}\n", param.name, param.shape, param.start).as_bytes());
     }
-    hash.update(format!("{}..{}", shard.start, shard.end).as_bytes());
+    for range in shard.ranges() {
+        hash.update(format!("{}..{}", range.start, range.end).as_bytes());
+    }
     hash.finalize().into()
 }
 

@@ -319,7 +319,7 @@ impl Executor {
         let Self { comm, parts, placement, .. } = self;
         let part = parts.get_mut(&placement.storage_stage(stage));
         let part = part.expect("the schedule gives a rank its own stages");
-        let elements = part.is_open().then_some(part.stage.layout().len() as u64);
+        let elements = part.leaves().then_some(part.stage.layout().len() as u64);
         if elements.is_none() {
             // Advanced before the computation, so that workers on simulated links compute in parallel.
             comm.advance(took);
@@ -421,25 +421,21 @@ pub(super) const fn share(took: Nanos, of: u64, elements: u64) -> Nanos {
 
 /// Returns the sum of a part's squared gradients, without those of a table that counts with another part.
 fn own_squares(part: &Part, is_last: bool, counts: Counts) -> Result<f64> {
-    let len = part.grads.shape().len();
+    let behind = if is_last { part.behind_table() } else { 0 };
     // Of gradients that others update, this rank has its own contribution alone.
-    let shard = part.chain.shard();
-    let start = shard.start.max(if is_last { part.behind_table() } else { 0 });
-    let end = shard.end.min(len);
-    if start >= end {
-        return Ok(0.0);
-    }
+    let sum_of = |range: Range<usize>| {
+        let range = range.start.max(behind)..range.end;
+        let own = part.own_gradients(&range).into_iter();
+        own.map(|own| sum_of_squares(&part.grads, own)).sum::<std::result::Result<f64, _>>()
+    };
     if counts == Counts::default() {
-        return Ok(sum_of_squares(&part.grads, start..end)?);
+        return Ok(sum_of(0..part.stage.layout().len())?);
     }
     let wanted = |_: &Param, spec: &TensorSpec| {
         (!counts.only_experts || spec.kind == TensorKind::Expert)
             && (!counts.only_cut || spec.cut != Cut::Whole)
     };
-    let ranges = part.stage.ranges_of(wanted).into_iter();
-    let ranges =
-        ranges.map(|range| range.start.max(start)..range.end.min(end)).filter(|range| !range.is_empty());
-    let squares = ranges.map(|range| sum_of_squares(&part.grads, range));
+    let squares = part.stage.ranges_of(wanted).into_iter().map(sum_of);
     Ok(squares.sum::<std::result::Result<_, _>>()?)
 }
 

@@ -209,6 +209,7 @@ impl Job {
         let config = &self.config;
         combination::check(config, &plan)?;
         planned::check_warmup(config, &plan)?;
+        planned::check_divided_table(&self.model, &plan)?;
         division::check(&plan, &self.model)?;
         let plan = averages::resolve(plan, &self.model, config, self.cluster.as_ref())?;
         let rates = costs::rates(config, &self.model, &plan, self.cluster.as_ref());
@@ -510,6 +511,7 @@ impl Decided {
             plan = planned::with_rates(&plan, (&config, model), &rates)?;
         }
         planned::check_warmup(&run, &plan)?;
+        planned::check_divided_table(model, &plan)?;
         Ok(Self { config, plan, cluster, rates })
     }
 }

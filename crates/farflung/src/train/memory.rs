@@ -31,7 +31,7 @@ use super::executor::{Components, Counts, Executor, Pass, Routers, Source, Wires
 use super::job::Job;
 use super::kept_pass::KeptPass;
 use super::part::{Part, Parts};
-use super::sizes::{averaging, sharing};
+use super::sizes::{averaging, scattering, sharing};
 use super::tied::TiedTable;
 use super::trainer::{BuiltChain, chain, stage_of};
 use super::zero;
@@ -135,6 +135,7 @@ fn of_rank(
     let parts = || executor.parts.values().map(|part| part.stage.layout());
     let elements: u64 = parts().map(|layout| layout.count() as u64).sum();
     let weights: u64 = parts().map(|layout| buffer(layout.len())).sum();
+    let gradients: u64 = executor.parts.values().map(|part| buffer(part.grads.shape().len())).sum();
     let placement = schedule.placement();
     let versions = older_versions(&executor, placement);
     // The state of earlier steps, which is present while microbatches pass.
@@ -152,7 +153,7 @@ fn of_rank(
         1 => F32 * apart::whole(&apart) as u64,
         _ => model_bytes.saturating_sub(apart::alone(&apart) as u64 * F32),
     };
-    let mut optimizer = begun - 2 * weights;
+    let mut optimizer = begun - weights - gradients;
     let activations = passed.saturating_sub(begun + versions);
     let operands = device.operands();
     let operands = (operands.packed * config.threads.max(1) + operands.rounded) as u64;
@@ -167,16 +168,21 @@ fn of_rank(
         let buffers = config.buffer_settings(level.method, level.codec, level.every.into());
         optimizer += (level.method.buffers)(&buffers).held as u64 * model_bytes;
         let bucket = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
-        let averages =
-            averaging(&level.codec, averaged_bytes.into(), holders.max(plan.tensor_ranks() as usize), bucket);
-        let bytes = averages.buckets + averages.messages + averages.residuals;
+        let own: u64 = executor.parts.values().map(|part| part.chain.shard().len() as u64 * F32).sum();
+        let bytes = if plan.divides_gradients() {
+            scattering(averaged_bytes.into(), holders, bucket)
+        } else {
+            let holders = holders.max(plan.tensor_ranks() as usize);
+            let averages = averaging(&level.codec, averaged_bytes.into(), holders, bucket);
+            averages.buckets + averages.messages + averages.residuals
+        };
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
         if plan.divides_state() {
-            let own: u64 = executor.parts.values().map(|part| part.chain.shard().len() as u64 * F32).sum();
             let bytes = sharing(averaged_bytes.into(), own.into(), holders, bucket);
+            let sums = if plan.divides_gradients() { 0 } else { bytes.sums };
             // The windows are sent when the activations are no more.
             let windows = bytes.windows.saturating_sub(activations.into());
-            messages += u64::try_from(bytes.sums + windows).unwrap_or(u64::MAX);
+            messages += u64::try_from(sums + windows).unwrap_or(u64::MAX);
         }
     }
     if schedule.is_tied_across() && placement.end_of(position).is_some() {
@@ -185,7 +191,7 @@ fn of_rank(
     }
     Ok(StepMemory {
         weights: Bytes(weights + versions),
-        gradients: Bytes(weights),
+        gradients: Bytes(gradients),
         optimizer: Bytes(optimizer),
         activations: Bytes(activations),
         operands: Bytes(operands),
@@ -208,7 +214,7 @@ fn counting(
         let number = placement.part(stage) as usize;
         let exchange = Arc::new(Division::of(plan).counted(at)?);
         let built = stage_of(plan, (model, at), schedule, number, (device, exchange))?;
-        let shard = zero::own_shard(plan, built.layout(), at)?;
+        let shard = zero::own_shard(plan, &built, at)?;
         let BuiltChain { chain, disk } =
             chain(config, device, (&built, shard), (1, plan.outermost().every.into()))?;
         let part = Part::new(Parts {
@@ -223,6 +229,7 @@ fn counting(
             weight: 1.0,
             keeps: false,
             shards: None,
+            divides_gradients: plan.divides_gradients(),
             disk,
         })?;
         Ok((stage, part))

@@ -6,16 +6,17 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use farflung_optim::sync::{StepEnd, Synchroniser};
-use farflung_optim::{Average, Chain, OptimError, Prepared, weigh};
+use farflung_optim::{Average, Chain, OptimError, Prepared, Shard, weigh};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::StageCost;
 use farflung_tensor::{Op, Param, Tensor};
-use farflung_zoo::layer::Grads;
 use farflung_zoo::{Input, Output, Packed, Saved, Slices, Stage, Targets};
 
 use super::disk_state::DiskState;
+use super::divided_gradients::DividedGradients;
 use super::exchange::Exchange;
 use super::fault::{Fault, FaultyValue};
+use super::leaving::{Leaving, LeavingRanges, Reducing, contribute};
 use super::zero::PartShards;
 use crate::Result;
 
@@ -24,7 +25,10 @@ use crate::Result;
 pub(super) struct Part {
     pub(super) stage: Stage,
     pub(super) params: Tensor,
+    /// The gradients: of all parameters, or of this rank's shard of them.
     pub(super) grads: Tensor,
+    /// How gradients reach the holders that keep them, if each keeps a shard.
+    pub(super) divided: Option<DividedGradients>,
     pub(super) chain: Chain,
     /// Method that keeps the part equal on all its holders. `None` if the part has no parameters, or if there
     /// is only one replica and one copy of the model, except in an elastic run with local steps.
@@ -62,17 +66,6 @@ pub(super) struct Part {
     deferred: VecDeque<DeferredUpdate>,
     /// A spare buffer for gradients.
     spare: Option<Tensor>,
-}
-
-/// Progress of the average of a step's gradients.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Reducing {
-    /// The average was not started.
-    No,
-    /// The average is open: ranges are sent as they become final.
-    Ranges,
-    /// All ranges have been sent.
-    All,
 }
 
 /// An update that was put off.
@@ -118,28 +111,9 @@ pub(super) struct Parts {
     /// Whether a step that fails may continue with this rank's gradients.
     pub(super) keeps: bool,
     pub(super) shards: Option<PartShards>,
+    /// Whether the shards are of gradients, too.
+    pub(super) divides_gradients: bool,
     pub(super) disk: Option<DiskState>,
-}
-
-/// Writes this replica's contribution to the average, for a range of the gradients, into `into`. For a token
-/// table that another part also has, only half of the chain's state is added, so that the sum of both
-/// contributions is that of the whole gradient.
-fn contribute(
-    chain: &Chain,
-    grads: &Tensor,
-    range: Range<usize>,
-    shared: &Range<usize>,
-    into: &mut Tensor,
-) -> Result<()> {
-    let inside = shared.start.clamp(range.start, range.end)..shared.end.clamp(range.start, range.end);
-    for (piece, share) in
-        [(range.start..inside.start, 1.0), (inside.clone(), 0.5), (inside.end..range.end, 1.0)]
-    {
-        if !piece.is_empty() {
-            chain.contribute(grads, piece, share, into)?;
-        }
-    }
-    Ok(())
 }
 
 /// Returns the parameters of a version, of the newest ones and older ones.
@@ -154,44 +128,16 @@ fn version_of<'a>(
     older.get(&version).expect("versions that microbatches still see are kept")
 }
 
-/// Sends ranges of gradients to the other holders of a part as they become final, if its average is open.
-struct Leaving<'a> {
-    average: Option<&'a mut Average>,
-    chain: &'a Chain,
-    contribution: &'a mut Option<Tensor>,
-    shared: Range<usize>,
-    result: Result<()>,
-}
-
-impl<'a> Leaving<'a> {
-    fn new(
-        reducing: Reducing,
-        sync: &'a mut Option<Box<dyn Synchroniser>>,
-        chain: &'a Chain,
-        contribution: &'a mut Option<Tensor>,
-        shared: Range<usize>,
-    ) -> Self {
-        let open = sync.as_mut().filter(|_| reducing == Reducing::Ranges);
-        Self { average: open.and_then(|sync| sync.gradients()), chain, contribution, shared, result: Ok(()) }
-    }
-
-    fn leave(&mut self, range: Range<usize>, flat: &Tensor) {
-        if let (Some(average), Ok(())) = (&mut self.average, &self.result) {
-            self.result = match self.contribution {
-                Some(into) => contribute(self.chain, flat, range.clone(), &self.shared, into)
-                    .and_then(|()| Ok(average.ready(range, into)?)),
-                None => average.ready(range, flat).map_err(Into::into),
-            };
-        }
-    }
-}
-
 impl Part {
     pub(super) fn new(made_of: Parts) -> Result<Self> {
-        let Parts { stage, params, chain, sync, costs, recompute, offload, weight, keeps, shards, disk } =
-            made_of;
+        let Parts { stage, params, chain, sync, costs, recompute, offload, weight, keeps, .. } = made_of;
+        let (shards, disk) = (made_of.shards, made_of.disk);
+        let divides = made_of.divides_gradients;
+        let divided = divides.then(|| DividedGradients::new(&stage, shards.as_ref()));
+        let gradients = if divides { chain.shard().len() } else { stage.layout().len() };
         Ok(Self {
-            grads: stage.zeros()?,
+            grads: stage.device().zeros(gradients)?,
+            divided,
             stage,
             params,
             chain,
@@ -227,6 +173,9 @@ impl Part {
         (self.pending, self.reducing, self.version, self.before) = (false, Reducing::No, 0, None);
         self.older.clear();
         self.deferred.clear();
+        if let Some(divided) = &mut self.divided {
+            divided.begin();
+        }
     }
 
     /// Puts off the update with the gradients so far until the table's sum arrives, and starts the next one.
@@ -319,16 +268,16 @@ impl Part {
     ) -> Result<Option<Tensor>> {
         let accumulate = std::mem::replace(&mut self.pending, true);
         let shared = self.table();
-        let Self { stage, params, older, version: newest, grads, .. } = self;
+        let Self { stage, params, older, version: newest, .. } = self;
         let params = version_of(version, (*newest, params), older);
-        let mut leaving =
-            Leaving::new(self.reducing, &mut self.sync, &self.chain, &mut self.contribution, shared);
-        let mut grads = Grads { flat: grads, accumulate };
-        let dx = stage.backward(params, saved, dy, &mut grads, |range, flat| {
+        let ranges =
+            LeavingRanges::new(self.reducing, &mut self.sync, &self.chain, &mut self.contribution, shared);
+        let (mut grads, mut leaving) = Leaving::new(&mut self.divided, (&mut self.grads, accumulate), ranges);
+        let dx = stage.backward(params, saved, dy, &mut grads, |range, grads| {
             passed(&range);
-            leaving.leave(range, flat);
+            leaving.leave(range, grads);
         })?;
-        leaving.result?;
+        leaving.result()?;
         Ok(dx)
     }
 
@@ -336,14 +285,14 @@ impl Part {
     pub(super) fn backward_weight(&mut self, saved: Saved, passed: impl Fn(&Range<usize>)) -> Result<()> {
         let accumulate = std::mem::replace(&mut self.pending, true);
         let shared = self.table();
-        let mut leaving =
-            Leaving::new(self.reducing, &mut self.sync, &self.chain, &mut self.contribution, shared);
-        let mut grads = Grads { flat: &mut self.grads, accumulate };
-        self.stage.backward_weight(saved, &mut grads, |range, flat| {
+        let ranges =
+            LeavingRanges::new(self.reducing, &mut self.sync, &self.chain, &mut self.contribution, shared);
+        let (mut grads, mut leaving) = Leaving::new(&mut self.divided, (&mut self.grads, accumulate), ranges);
+        self.stage.backward_weight(saved, &mut grads, |range, grads| {
             passed(&range);
-            leaving.leave(range, flat);
+            leaving.leave(range, grads);
         })?;
-        leaving.result
+        leaving.result()
     }
 
     /// Opens the average of this update: the ranges of the next backward pass leave as they become final.
@@ -356,9 +305,9 @@ impl Part {
         Ok(())
     }
 
-    /// Returns whether the average is open.
-    pub(super) fn is_open(&self) -> bool {
-        self.reducing == Reducing::Ranges
+    /// Returns whether gradients leave while a backward pass computes them.
+    pub(super) fn leaves(&self) -> bool {
+        self.reducing == Reducing::Ranges || self.divided.is_some()
     }
 
     /// Starts the average with the other holders. This rank's gradients of the update must be complete.
@@ -368,7 +317,7 @@ impl Part {
         }
         if !std::mem::replace(&mut self.pending, true) {
             // A copy of the model without microbatches contributes zeros.
-            self.grads = self.stage.zeros()?;
+            self.grads = self.grads.device().zeros(self.grads.shape().len())?;
         }
         if self.keeps {
             self.before = Some(copy(&self.grads)?);
@@ -439,6 +388,9 @@ impl Part {
         if let Some(average) = self.sync.as_mut().and_then(|sync| sync.gradients()) {
             average.finish_all(&mut self.grads)?;
         }
+        if let Some(divided) = &mut self.divided {
+            divided.finish(&mut self.grads)?;
+        }
         self.reducing = Reducing::No;
         Ok(())
     }
@@ -472,12 +424,46 @@ impl Part {
         Ok(())
     }
 
-    /// Fills the averaged gradients likewise: a step leaves each holder those of its shard.
+    /// Fills the averaged gradients likewise: a step leaves each holder those of its shard. The buffer is that
+    /// of all parameters then.
     pub(super) fn gather_gradients(&mut self) -> Result<()> {
-        match &self.shards {
-            Some(shards) => shards.gather(&mut self.grads),
-            None => Ok(()),
+        let Some(shards) = &self.shards else { return Ok(()) };
+        if self.divided.is_some() {
+            let mut whole = self.stage.zeros()?;
+            let values = self.grads.to_vec::<f32>()?;
+            for piece in self.chain.shard().pieces() {
+                let mut part = whole.view_mut().part(piece.flat.start, piece.flat.len())?;
+                part.write(&values[piece.own()])?;
+            }
+            self.grads = whole;
         }
+        shards.gather(&mut self.grads)
+    }
+
+    /// Returns to the shard of the gradients after [`Part::gather_gradients`].
+    pub(super) fn keep_own_gradients(&mut self) -> Result<()> {
+        if self.divided.is_some() {
+            let whole = self.grads.to_vec::<f32>()?;
+            let own = self.chain.shard().ranges().iter();
+            let values: Vec<f32> = own.flat_map(|range| whole[range.clone()].to_vec()).collect();
+            self.grads = self.grads.device().tensor(&values, values.len())?;
+        }
+        Ok(())
+    }
+
+    /// Returns whether the gradients of this rank are finite, before they are averaged.
+    pub(super) fn is_sound(&self) -> bool {
+        match &self.divided {
+            Some(divided) => divided.is_sound(),
+            None => farflung_optim::global_norm(&self.grads).is_ok_and(f64::is_finite),
+        }
+    }
+
+    /// Returns the places in `grads` of what this rank updates of a range of the flat buffers.
+    pub(super) fn own_gradients(&self, range: &Range<usize>) -> Vec<Range<usize>> {
+        let pieces = self.chain.shard().within(range);
+        let places = pieces.map(|piece| if self.divided.is_some() { piece.own() } else { piece.flat });
+        Shard::new(places).ranges().to_vec()
     }
 
     /// Flips the bit that a test requests, in the last tensor.
@@ -487,6 +473,10 @@ impl Part {
         match (fault.value, averaged) {
             (FaultyValue::Parameters, _) => fault.flip_bit(&mut self.params, range),
             (FaultyValue::Reduced, Some(averaged)) => fault.flip_bit(averaged, range),
+            (FaultyValue::Reduced, None) if self.divided.is_some() => {
+                let own = self.own_gradients(&range);
+                own.into_iter().try_for_each(|range| fault.flip_bit(&mut self.grads, range))
+            }
             (FaultyValue::Reduced, None) => fault.flip_bit(&mut self.grads, range),
             (FaultyValue::Chunk | FaultyValue::Record | FaultyValue::StepTime, _) => Ok(()),
             (FaultyValue::Moments, _) => {
@@ -494,12 +484,10 @@ impl Part {
                 for (name, state) in self.chain.states() {
                     states.insert(name.to_owned(), state.to_vec::<f32>()?);
                 }
-                let shard = self.chain.shard();
-                let range =
-                    range.start.clamp(shard.start, shard.end)..range.end.clamp(shard.start, shard.end);
-                let range = range.start - shard.start..range.end - shard.start;
-                let first = states.values_mut().take(1).filter(|_| !range.is_empty());
-                first.for_each(|state| fault.flip_bit_in_values(&mut state[range.clone()]));
+                let held = self.chain.shard().within(&range).next();
+                if let (Some(held), Some(state)) = (held, states.values_mut().next()) {
+                    fault.flip_bit_in_values(&mut state[held.own()]);
+                }
                 let step = self.chain.step();
                 Ok(self.chain.restore(step, |name| states.get(name).map(Vec::as_slice))?)
             }

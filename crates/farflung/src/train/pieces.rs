@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use farflung_base::Rank;
+use farflung_optim::{Shard, ShardPiece};
 use farflung_tensor::{Param, Tensor};
 use farflung_zoo::weights::StoredLayout;
 use farflung_zoo::{AxisShare, Cut, Stage, TensorSpec};
@@ -49,8 +50,8 @@ pub(super) struct FlatState<'a> {
     pub(super) kind: StateKind,
     pub(super) scope: Scope,
     pub(super) values: FlatValues<'a>,
-    /// The element of the layout with which `values` begin.
-    pub(super) first: usize,
+    /// What `values` are of the layout; `None` if they are all of it.
+    pub(super) shard: Option<Shard>,
 }
 
 /// Where the values of a flat buffer are.
@@ -237,19 +238,23 @@ impl<'a> FlatState<'a> {
     /// Returns its tensors, or what it has of them.
     pub(super) fn pieces(&self, stage: &Stage) -> Vec<Piece<'a>> {
         let divided = stage.share().ranks() > 1;
-        let own = self.first..self.first + self.values.len();
-        let piece = |(p, spec): (&Param, &TensorSpec)| {
-            let range = p.range().start.max(own.start)..p.range().end.min(own.end);
-            let whole = range == p.range();
-            let part = || range.start - p.start..range.end - p.start;
-            (whole || !range.is_empty()).then(|| Piece {
+        let piece = |p: &Param, spec: &TensorSpec, ShardPiece { flat, at }: ShardPiece| {
+            let whole = flat == p.range();
+            let part = || flat.start - p.start..flat.end - p.start;
+            Piece {
                 name: self.kind.of(&if whole { p.name.clone() } else { TensorPart::name(&p.name, part()) }),
-                shape: if whole { p.shape.dims().to_vec() } else { vec![range.len()] },
+                shape: if whole { p.shape.dims().to_vec() } else { vec![flat.len()] },
                 cut: !whole || (divided && spec.cut != Cut::Whole),
-                values: PieceValues::Flat(self.values, range.start.saturating_sub(own.start)),
-            })
+                values: PieceValues::Flat(self.values, at),
+            }
         };
-        stage.tensors().filter_map(piece).collect()
+        let whole = |p: &Param| vec![ShardPiece { flat: p.range(), at: p.start }];
+        let held = |p: &Param| match &self.shard {
+            Some(shard) => shard.within(&p.range()).collect(),
+            None => whole(p),
+        };
+        let pieces = |(p, spec)| held(p).into_iter().map(|held| piece(p, spec, held)).collect::<Vec<_>>();
+        stage.tensors().flat_map(pieces).collect()
     }
 }
 
@@ -284,13 +289,14 @@ impl Part {
             kind: StateKind::Parameters,
             scope: parameters,
             values: (&self.params).into(),
-            first: 0,
+            shard: None,
         }];
-        let first = self.chain.shard().start;
+        let shard = self.chain.shard();
+        let shard = (!shard.is_whole(self.stage.layout().len())).then(|| shard.clone());
         let scope = of_run(each_step && self.shards.is_none());
         let optimizer = |name: &str, values| {
             let kind = StateKind::Optimizer(name.to_owned());
-            FlatState { kind, scope, values, first }
+            FlatState { kind, scope, values, shard: shard.clone() }
         };
         all.extend(self.chain.states().map(|(name, values)| optimizer(name, values.into())));
         if let Some(disk) = &self.disk {
@@ -304,14 +310,14 @@ impl Part {
                 kind: StateKind::Method(name.to_owned()),
                 scope,
                 values: values.into(),
-                first: 0,
+                shard: None,
             }));
         }
         all.extend(self.own.iter().map(|own| FlatState {
             kind: StateKind::OwnParameters,
             scope: Scope::Replica,
             values: own.into(),
-            first: 0,
+            shard: None,
         }));
         all
     }

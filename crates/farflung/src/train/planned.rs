@@ -13,6 +13,7 @@ use farflung_parallel::{
     ScheduleSource,
 };
 use farflung_zoo::ModelSpec;
+use farflung_zoo::spec::HeadSpec;
 
 use super::bound_plan::{BoundLevel, BoundPlan};
 use super::costs::Work;
@@ -228,6 +229,16 @@ pub(super) fn check_warmup(config: &RunSettings, plan: &BoundPlan) -> Result<()>
         return Err(Error::Setting { field: "local-steps", value: format!("{steps:?}"), expected });
     }
     Ok(())
+}
+
+/// Checks that no two parts share a token table whose gradient each holder would keep a shard of.
+pub(super) fn check_divided_table(model: &ModelSpec, plan: &BoundPlan) -> Result<()> {
+    if !plan.divides_gradients() || plan.parts.len() == 1 || model.head != HeadSpec::Tied {
+        return Ok(());
+    }
+    let expected = "0 or 1 for a model whose head is its token table: the first and the last stage add up the \
+                    table's gradients, which differ in their shards";
+    Err(Error::Setting { field: "zero", value: plan.zero.to_string(), expected: expected.to_owned() })
 }
 
 /// Converts an error in a plan that was made from settings to an error on the setting.

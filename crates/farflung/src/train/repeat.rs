@@ -45,8 +45,7 @@ fn pass(stage: &Stage, params: &Tensor, batch: usize) -> Result<blake3::Hash> {
     saved.join_alone();
     let mut grads = stage.zeros()?;
     let dy = if stage.gives_losses() { None } else { Some(hidden(1)?) };
-    let dx =
-        stage.backward(params, saved, dy, &mut Grads { flat: &mut grads, accumulate: false }, |_, _| {})?;
+    let dx = stage.backward(params, saved, dy, &mut Grads::flat(&mut grads, false), |_, _| {})?;
     let (Output::Hidden(output) | Output::Losses(output)) = output;
     let mut made = output.to_vec::<f32>()?;
     made.extend(grads.to_vec::<f32>()?);

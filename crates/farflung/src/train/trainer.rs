@@ -534,8 +534,7 @@ impl Trainer {
 
     /// Returns whether the loss and the gradients of this rank are finite, before they are averaged.
     fn is_sound(&self, loss: f64) -> bool {
-        let finite = |part: &Part| farflung_optim::global_norm(&part.grads).is_ok_and(f64::is_finite);
-        loss.is_finite() && self.executor.parts.values().all(finite)
+        loss.is_finite() && self.executor.parts.values().all(Part::is_sound)
     }
 
     /// Returns the error of a dropped step: all ranks that voted report whether their own gradients are finite.

@@ -5,11 +5,11 @@
 use std::ops::Range;
 
 use farflung_base::{Axis, Operation};
-use farflung_comm::{Communicator, gather_from_owners, owners_operation};
-use farflung_optim::Shards;
+use farflung_comm::{Communicator, gather_from_owners, owners_operation, scatter_to_owners};
+use farflung_optim::{Shard, ShardReduction, Shards};
 use farflung_parallel::{Coordinates, Plan};
 use farflung_tensor::{Op, ParamLayout, Tensor};
-use farflung_zoo::AxisShare;
+use farflung_zoo::{AxisShare, Stage};
 
 use super::bound_plan::BoundPlan;
 use crate::Result;
@@ -18,20 +18,38 @@ use crate::Result;
 /// which squares are added up, so that the norm of the gradients does not depend on who updates what.
 const UNIT: usize = Op::SQUARES_CHUNK;
 
-/// Returns the shards of a part's flat buffers, by replica: prefixes of their elements, in proportion to the
-/// replicas' weights; if the plan says so, between the tensors next to these. `None` if replicas divide
-/// nothing.
-pub(super) fn shards(plan: &Plan, layout: &ParamLayout) -> Result<Option<Shards>> {
+/// Returns the shards of a part's flat buffers, by replica: of the whole, or of each unit where gradients are
+/// divided, a range in proportion to the replicas' weights, one after another; if the plan says so, between
+/// the tensors next to these. Shards of each unit let all owners receive at the same time. `None` if replicas
+/// divide nothing.
+pub(super) fn shards(plan: &Plan, stage: &Stage) -> Result<Option<Shards>> {
     if !plan.divides_state() {
         return Ok(None);
     }
-    let units = layout.len().div_ceil(UNIT);
+    let layout = stage.layout();
+    let units: Vec<Range<usize>> = if plan.divides_gradients() {
+        stage.backward_ranges().into_iter().rev().collect()
+    } else {
+        std::iter::once(0..layout.len()).collect()
+    };
     let share = AxisShare::new(0, plan.shares_of_state())?;
-    let ends = share.all().map(|share| (share.of(units).end * UNIT).min(layout.len()));
-    let ends = ends.map(|end| if plan.zero_tensors { border(layout, end) } else { end });
+    let mut all = vec![Vec::new(); share.ranks()];
     let mut start = 0;
-    let lengths = ends.map(|end| end - std::mem::replace(&mut start, end));
-    Ok(Some(Shards::new(lengths)))
+    for unit in &units {
+        // The border between two units is that of the chunks next to it.
+        let chunks = unit.start.div_ceil(UNIT)..unit.end.div_ceil(UNIT);
+        for (ranges, share) in all.iter_mut().zip(share.all()) {
+            // What of all chunks so far belongs to this replica and those before it, so that what is rounded in
+            // one unit is made up for in the next.
+            let up_to = |chunks: usize| share.of(chunks).end;
+            let at = ((chunks.start + up_to(chunks.end) - up_to(chunks.start)) * UNIT).min(layout.len());
+            let end = if plan.zero_tensors { border(layout, at) } else { at };
+            let end = end.max(start);
+            ranges.push(start..end);
+            start = end;
+        }
+    }
+    Ok(Some(Shards::of_all(all.into_iter().map(Shard::new).collect())))
 }
 
 /// Returns the border between tensors next to an element.
@@ -40,10 +58,10 @@ fn border(layout: &ParamLayout, at: usize) -> usize {
     starts.min_by_key(|start| start.abs_diff(at)).unwrap_or(0)
 }
 
-/// Returns the range of a part's flat buffers that a rank updates.
-pub(super) fn own_shard(plan: &Plan, layout: &ParamLayout, at: Coordinates) -> Result<Range<usize>> {
-    let shards = shards(plan, layout)?;
-    Ok(shards.map_or(0..layout.len(), |shards| shards.of(at.data as usize)))
+/// Returns what a rank updates of a part's flat buffers.
+pub(super) fn own_shard(plan: &Plan, stage: &Stage, at: Coordinates) -> Result<Shard> {
+    let shards = shards(plan, stage)?;
+    Ok(shards.map_or((0..stage.layout().len()).into(), |shards| shards.of(at.data as usize).clone()))
 }
 
 /// The shards of a part, among the ranks that hold it.
@@ -67,6 +85,12 @@ pub(super) fn gathers(plan: &BoundPlan, shards: &Shards) -> Vec<Operation> {
     shards.windows(window(plan)).into_iter().map(of).collect()
 }
 
+/// Returns the transfers of the windows in which the gradients of a range reach their owners, for predictions.
+pub(super) fn reductions(plan: &BoundPlan, shards: &Shards, range: &Range<usize>) -> Vec<Operation> {
+    let of = |window: Shards| owners_operation(scatter_to_owners, &window.lengths());
+    shards.within(range).windows(window(plan)).into_iter().map(of).collect()
+}
+
 impl PartShards {
     pub(super) fn new(shards: Shards, holders: Communicator, plan: &BoundPlan) -> Self {
         Self { shards, holders, most: window(plan) }
@@ -75,6 +99,11 @@ impl PartShards {
     /// Fills a flat buffer with the shards of all holders. A collective of them, which may be repeated.
     pub(super) fn gather(&self, flat: &mut Tensor) -> Result<()> {
         Ok(self.shards.gather(&self.holders, flat, self.most)?)
+    }
+
+    /// Returns the reduction of gradients into the shards.
+    pub(super) fn reduction(&self) -> ShardReduction {
+        ShardReduction::new(self.holders.clone(), self.shards.clone(), self.most)
     }
 
     /// Returns the shards among other ranks; `None` unless these are all that hold the part.

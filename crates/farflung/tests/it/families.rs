@@ -21,7 +21,7 @@ pub(crate) fn llama() -> Run {
 }
 
 /// Writes the description of the model with some fields changed.
-fn describe(run: &Run, name: &str, changes: &[(&str, Value)]) {
+pub(crate) fn describe(run: &Run, name: &str, changes: &[(&str, Value)]) {
     let mut config = json!({
         "model_type": "llama",
         "vocab_size": 256,

@@ -166,7 +166,7 @@ fn stale(config: &TrainConfig, updates: Updates) -> (Vec<f64>, Vec<f32>) {
             let mut dy = None;
             for (k, saved) in kept.into_iter().enumerate().rev() {
                 let mut flat = stages[k].zeros().unwrap();
-                let mut grads = Grads { flat: &mut flat, accumulate: false };
+                let mut grads = Grads::flat(&mut flat, false);
                 dy = stages[k].backward(&seen[k], saved, dy, &mut grads, |_, _| {}).unwrap();
                 let values = flat.to_vec::<f32>().unwrap();
                 sums[k].iter_mut().zip(values).for_each(|(sum, g)| *sum += g);

@@ -8,83 +8,107 @@ use farflung_base::Pending;
 use farflung_comm::{CommError, Communicator, ReduceOp};
 use farflung_tensor::Tensor;
 
-use crate::OptimError;
+use crate::{OptimError, Shard};
 
 /// Values that are on their way.
 type PendingValues = Pending<Result<Vec<f32>, CommError>>;
 
-/// The ranges of flat buffers that the ranks of a communicator update, in rank order: together they are the
-/// whole, and some may be empty.
+/// What the ranks of a communicator update of flat buffers, in rank order: together it is the whole, and some
+/// shards may be empty.
 ///
 /// ```
 /// use farflung_optim::Shards;
 ///
 /// let shards = Shards::new([3, 0, 7]);
-/// assert_eq!([shards.of(0), shards.of(1), shards.of(2)], [0..3, 3..3, 3..10]);
+/// assert_eq!([shards.of(0), shards.of(2)].map(|shard| shard.ranges().to_vec()), [[0..3], [3..10]]);
+/// assert!(shards.of(1).is_empty());
 /// assert_eq!(shards.counts(&[1..4, 6..8]), [2, 0, 3]);
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shards {
-    ranges: Vec<Range<usize>>,
+    shards: Vec<Shard>,
+    whole: usize,
 }
 
 impl Shards {
-    /// Returns shards of these lengths.
+    /// Returns shards of these lengths, each of one range.
     #[must_use]
     pub fn new(lengths: impl IntoIterator<Item = usize>) -> Self {
         let mut end = 0;
-        let range = |len| {
+        let shard = |len| {
             let start = end;
             end += len;
-            start..end
+            Shard::from(start..end)
         };
-        Self { ranges: lengths.into_iter().map(range).collect() }
+        let shards = lengths.into_iter().map(shard).collect();
+        Self { shards, whole: end }
     }
 
-    /// Returns the range of a rank.
+    /// Returns these shards, which together have each element of the flat buffers once.
+    #[must_use]
+    pub fn of_all(shards: Vec<Shard>) -> Self {
+        let whole = shards.iter().map(Shard::len).sum();
+        Self { shards, whole }
+    }
+
+    /// Returns the shard of a rank.
     ///
     /// # Panics
     /// If there is no such rank.
     #[must_use]
-    pub fn of(&self, rank: usize) -> Range<usize> {
-        self.ranges[rank].clone()
+    pub fn of(&self, rank: usize) -> &Shard {
+        &self.shards[rank]
     }
 
     /// Returns the number of ranks.
     #[must_use]
     pub const fn ranks(&self) -> usize {
-        self.ranges.len()
+        self.shards.len()
     }
 
     /// Returns the length of the flat buffers.
     #[must_use]
-    pub fn whole(&self) -> usize {
-        self.ranges.last().map_or(0, |range| range.end)
+    pub const fn whole(&self) -> usize {
+        self.whole
     }
 
     /// Returns how many elements of some ranges of the flat buffers each rank has.
     #[must_use]
     pub fn counts(&self, pieces: &[Range<usize>]) -> Vec<usize> {
-        let common = |one: &Range<usize>, other: &Range<usize>| {
-            one.end.min(other.end).saturating_sub(one.start.max(other.start))
+        let of = |shard: &Shard| {
+            pieces.iter().flat_map(|piece| shard.within(piece)).map(|piece| piece.flat.len()).sum()
         };
-        self.ranges.iter().map(|own| pieces.iter().map(|piece| common(own, piece)).sum()).collect()
+        self.shards.iter().map(of).collect()
     }
 
-    /// Returns the windows in which a gather sends shards: for each, the range of each rank. A window has a
-    /// part of each shard, so that all ranks send at the same time, and together at most about `most` elements.
+    /// Returns what each rank has of a range of the flat buffers.
+    #[must_use]
+    pub fn within(&self, range: &Range<usize>) -> Self {
+        let of = |shard: &Shard| Shard::new(shard.within(range).map(|piece| piece.flat));
+        Self { shards: self.shards.iter().map(of).collect(), whole: self.whole }
+    }
+
+    /// Returns the windows in which shards are sent: for each, what it has of the shard of each rank. A window
+    /// has a part of each shard, so that all ranks send at the same time, and together at most about `most`
+    /// elements.
     #[must_use]
     pub fn windows(&self, most: usize) -> Vec<Self> {
-        let count = self.whole().div_ceil(most.max(1));
-        let cut = |range: &Range<usize>, i: usize| range.start + range.len() * i / count;
-        let window = |i| self.ranges.iter().map(|range| cut(range, i)..cut(range, i + 1)).collect();
-        (0..count).map(|i| Self { ranges: window(i) }).collect()
+        let count = self.lengths().iter().sum::<usize>().div_ceil(most.max(1));
+        let cut =
+            |shard: &Shard, i: usize| shard.part(&(shard.len() * i / count..shard.len() * (i + 1) / count));
+        let window = |i| self.shards.iter().map(|shard| cut(shard, i)).collect();
+        (0..count).map(|i| Self { shards: window(i), whole: self.whole }).collect()
     }
 
-    /// Returns the lengths of the ranges.
+    /// Returns the lengths of the shards.
     #[must_use]
     pub fn lengths(&self) -> Vec<usize> {
-        self.ranges.iter().map(ExactSizeIterator::len).collect()
+        self.shards.iter().map(Shard::len).collect()
+    }
+
+    /// Returns the ranges of all shards, in rank order.
+    pub(crate) fn ranges(&self) -> impl Iterator<Item = &Range<usize>> {
+        self.shards.iter().flat_map(Shard::ranges)
     }
 
     /// Fills a flat buffer with the shards of all ranks. The input is this rank's own shard, which stays.
@@ -105,20 +129,25 @@ impl Shards {
             while coming.len() < Self::IN_FLIGHT
                 && let Some(window) = windows.next()
             {
-                let (lengths, own) = (window.lengths(), window.of(me));
+                let lengths = window.lengths();
                 let mut values = vec![0.0; lengths.iter().sum()];
-                let at = lengths[..me].iter().sum::<usize>();
-                with_part(flat, own.clone(), |part| values[at..at + own.len()].copy_from_slice(part))?;
+                let first = lengths[..me].iter().sum::<usize>();
+                for piece in window.of(me).pieces() {
+                    let at = first + piece.at;
+                    with_part(flat, piece.flat, |part| values[at..at + part.len()].copy_from_slice(part))?;
+                }
                 coming.push_back((window, comm.start_gather_from_owners(values, &lengths)));
             }
             let Some((window, values)) = coming.pop_front() else { return Ok(()) };
             let (values, mut at) = (values.wait()?, 0);
-            for (rank, range) in window.ranges.iter().enumerate() {
-                let part = &values[at..at + range.len()];
-                if rank != me && !part.is_empty() {
-                    flat.view_mut().part(range.start, range.len())?.write(part)?;
+            for (rank, shard) in window.shards.iter().enumerate() {
+                for range in shard.ranges() {
+                    if rank != me {
+                        let part = &values[at..at + range.len()];
+                        flat.view_mut().part(range.start, range.len())?.write(part)?;
+                    }
+                    at += range.len();
                 }
-                at += range.len();
             }
         }
     }
@@ -128,7 +157,11 @@ impl Shards {
 }
 
 /// Calls `work` with a range of a flat buffer.
-fn with_part(flat: &Tensor, range: Range<usize>, work: impl FnOnce(&[f32])) -> Result<(), OptimError> {
+pub(crate) fn with_part(
+    flat: &Tensor,
+    range: Range<usize>,
+    work: impl FnOnce(&[f32]),
+) -> Result<(), OptimError> {
     match flat.host::<f32>() {
         Some(values) => work(&values[range]),
         None if range.is_empty() => {}
@@ -173,13 +206,16 @@ mod tests {
 
     #[test]
     fn windows_cover_each_shard_once_and_all_ranks_send_in_each() {
-        let shards = Shards::new([10, 0, 5, 7]);
-        for most in [1, 3, 8, 22, 100] {
+        let apart = [vec![0..4, 16..22], vec![], vec![4..5, 9..13], vec![5..9, 13..16]].map(Shard::new);
+        let all = [Shards::new([10, 0, 5, 7]), Shards::of_all(apart.to_vec())];
+        for (shards, most) in all.iter().flat_map(|shards| [1, 3, 8, 22, 100].map(|most| (shards, most))) {
             let windows = shards.windows(most);
             assert_eq!(windows.len(), 22_usize.div_ceil(most));
             for rank in 0..4 {
-                let covered: Vec<usize> = windows.iter().flat_map(|window| window.of(rank)).collect();
-                assert_eq!(covered, shards.of(rank).collect::<Vec<_>>());
+                let elements =
+                    |shards: &Shards| shards.of(rank).ranges().iter().cloned().flatten().collect::<Vec<_>>();
+                let covered: Vec<usize> = windows.iter().flat_map(elements).collect();
+                assert_eq!(covered, elements(shards));
             }
             assert!(windows.iter().all(|window| window.lengths().iter().sum::<usize>() <= most + 3));
         }

@@ -2,7 +2,7 @@
 
 use farflung_tensor::{Op, Program, Tensor, ViewMut};
 
-use super::pass::{Pass, PassPosition};
+use super::pass::{ChainPiece, Pass, PassPosition};
 use super::{Chain, Prepared};
 use crate::OptimError;
 use crate::per_tensor::Tensors;
@@ -10,7 +10,7 @@ use crate::transform::StepInfo;
 
 impl Chain {
     /// Takes the step in place. If all links fit into one pass, it goes over parameters, gradients and state
-    /// once.
+    /// once. `grads` has either the length of the layout's flat buffers, or that of [`Chain::shard`] alone.
     ///
     /// Errors: those of the device; those of a [`StateStore`](super::StateStore), after which some parameters
     /// have taken the step and others have not.
@@ -25,7 +25,7 @@ impl Chain {
             let held = taken.map(|taken| std::mem::replace(&mut self.states, taken));
             self.commit_piece(piece, params, grads, prepared)?;
             if let (Some(store), Some(held)) = (&mut self.store, held) {
-                let range = &self.pieces[piece];
+                let range = &self.pieces[piece].range;
                 let taken = std::mem::replace(&mut self.states, held);
                 store.give(taken, params.view().part(range.start, range.len())?)?;
             }
@@ -42,7 +42,9 @@ impl Chain {
         grads: &Tensor,
         prepared: Prepared,
     ) -> Result<(), OptimError> {
-        let first = self.pieces[piece].start;
+        let ChainPiece { first, first_of_shard, .. } = self.pieces[piece];
+        let of_shard = grads.shape().len() == self.shard.len();
+        let first_gradient = if of_shard { first_of_shard } else { 0 };
         for class in &self.classes {
             let part = &class.parts[piece];
             if part.ranges.is_empty() {
@@ -77,6 +79,7 @@ impl Chain {
                             update: self.update.as_mut(),
                             states: &mut self.states,
                             first,
+                            first_gradient,
                         };
                         for range in &part.ranges {
                             let (start, len) = (range.start, range.len());
@@ -101,6 +104,8 @@ struct Buffers<'a> {
     states: &'a mut [Tensor],
     /// Index in the flat buffers of the first element of `update` and `states`.
     first: usize,
+    /// That of the first element of `grads`.
+    first_gradient: usize,
 }
 
 impl Buffers<'_> {
@@ -116,7 +121,7 @@ impl Buffers<'_> {
     ) -> Result<(), OptimError> {
         let device = self.grads.device();
         let scalars = &scalars[..program.scalars()];
-        let grads = self.grads.view().part(start, len)?;
+        let grads = self.grads.view().part(start - self.first_gradient, len)?;
         let own = start - self.first;
         let (reads, first) = match (place.first, place.last) {
             (true, true) => ([grads, grads], self.params.view_mut().part(start, len)?),

@@ -53,6 +53,17 @@ pub(super) struct Class {
     pub(super) parts: Vec<ClassPart>,
 }
 
+/// A range of the flat buffers that a step updates at a time.
+#[derive(Debug, Clone)]
+pub(super) struct ChainPiece {
+    pub(super) range: Range<usize>,
+    /// Place in the flat buffers of the first element of the buffers of the update and of states. It may be
+    /// before the range, which other pieces in the same buffers precede.
+    pub(super) first: usize,
+    /// Likewise of buffers of the shard's length.
+    pub(super) first_of_shard: usize,
+}
+
 /// What a class has of a piece of the flat buffers.
 #[derive(Debug, Default)]
 pub(super) struct ClassPart {
@@ -69,7 +80,7 @@ impl Class {
     }
 
     /// Cuts the flat buffers into pieces, of which it keeps what the class has.
-    pub(super) fn cut(&mut self, pieces: &[Range<usize>]) {
+    pub(super) fn cut(&mut self, pieces: &[ChainPiece]) {
         let whole = std::mem::take(self.uncut());
         self.parts = pieces.iter().map(|piece| whole.within(piece)).collect();
     }
@@ -77,9 +88,9 @@ impl Class {
 
 impl ClassPart {
     /// Returns what is in a range of the flat buffers.
-    fn within(&self, piece: &Range<usize>) -> Self {
+    fn within(&self, ChainPiece { range: piece, first, .. }: &ChainPiece) -> Self {
         let inside = |tensor: &&Param| piece.start <= tensor.start && tensor.range().end <= piece.end;
-        let moved = |tensor: &Param| Param { start: tensor.start - piece.start, ..tensor.clone() };
+        let moved = |tensor: &Param| Param { start: tensor.start - first, ..tensor.clone() };
         let cut = |range: &Range<usize>| range.start.max(piece.start)..range.end.min(piece.end);
         Self {
             tensors: self.tensors.iter().filter(inside).map(moved).collect(),

@@ -5,15 +5,15 @@ use std::ops::Range;
 use farflung_tensor::ParamLayout;
 
 use super::{ChainBuilder, Link};
-use crate::OptimError;
+use crate::{OptimError, Shard};
 
 impl ChainBuilder {
     /// Checks whether the links can update a part of a layout alone.
-    pub(super) fn check_shard(&self, layout: &ParamLayout, shard: &Range<usize>) -> Result<(), OptimError> {
-        if *shard == (0..layout.len()) {
+    pub(super) fn check_shard(&self, layout: &ParamLayout, shard: &Shard) -> Result<(), OptimError> {
+        if shard.is_whole(layout.len()) {
             return Ok(());
         }
-        self.check_parts(layout, std::slice::from_ref(shard), "shard")
+        self.check_parts(layout, shard.ranges(), "shard")
     }
 
     /// Checks whether the links can update a layout in parts, of which each has its own states.

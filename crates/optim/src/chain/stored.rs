@@ -6,7 +6,7 @@ use std::ops::Range;
 use farflung_tensor::{Device, ParamLayout, Tensor, View};
 
 use super::{Chain, ChainBuilder};
-use crate::OptimError;
+use crate::{OptimError, Shard};
 
 /// Keeps the states of a chain, for example on a disk. A step takes the pieces one after another, changes them,
 /// and gives them back in the same order.
@@ -31,10 +31,15 @@ pub(super) struct StoredStates {
 }
 
 impl ChainBuilder {
-    /// Cuts a range of a layout's flat buffers into pieces of at most `most` elements each, where the links
-    /// allow that: if one works on whole tensors, a piece has whole tensors, and at least one.
+    /// Cuts the ranges of a shard of a layout's flat buffers into pieces of at most `most` elements each,
+    /// where the links allow that: if one works on whole tensors, a piece has whole tensors, and at least
+    /// one.
     #[must_use]
-    pub fn pieces(&self, layout: &ParamLayout, shard: &Range<usize>, most: usize) -> Vec<Range<usize>> {
+    pub fn pieces(&self, layout: &ParamLayout, shard: &Shard, most: usize) -> Vec<Range<usize>> {
+        shard.ranges().iter().flat_map(|range| self.pieces_of(layout, range, most)).collect()
+    }
+
+    fn pieces_of(&self, layout: &ParamLayout, shard: &Range<usize>, most: usize) -> Vec<Range<usize>> {
         let most = most.max(1);
         let borders: Vec<usize> = if self.links.iter().any(|link| link.transform.per_tensor().is_some()) {
             let starts = layout.params().iter().skip(1).map(|param| param.start);
@@ -55,7 +60,7 @@ impl ChainBuilder {
         pieces
     }
 
-    /// Binds the chain to a range of a layout's flat buffers, as [`ChainBuilder::build_shard`] does, with its
+    /// Binds the chain to a shard of a layout's flat buffers, as [`ChainBuilder::build_shard`] does, with its
     /// states in a store. `pieces` are those of [`ChainBuilder::pieces`].
     ///
     /// A step has the same bits as with states in memory. If the store fails within a step, some parameters
@@ -65,19 +70,15 @@ impl ChainBuilder {
     /// that a link needs whole, or if replicas average more than gradients.
     ///
     /// # Panics
-    /// If the pieces do not follow each other from the begin to the end of the range.
+    /// If the pieces together, in their order, are not the shard.
     pub fn build_stored(
         self,
         device: &Device,
         layout: &ParamLayout,
-        shard: Range<usize>,
+        shard: Shard,
         (pieces, store): (Vec<Range<usize>>, Box<dyn StateStore>),
     ) -> Result<Chain, OptimError> {
-        let end = pieces.iter().fold(shard.start, |end, piece| {
-            assert_eq!(end, piece.start, "a piece begins where the one before it ends");
-            piece.end
-        });
-        assert_eq!(end, shard.end, "pieces cover the range");
+        assert_eq!(Shard::new(pieces.iter().cloned()), shard, "pieces cover the shard");
         self.check_parts(layout, &pieces, "pieces")?;
         self.bind(device, layout, shard, Some(StoredStates { store, pieces }))
     }
@@ -85,9 +86,8 @@ impl ChainBuilder {
 
 impl Chain {
     /// Returns the ranges of the flat buffers that a step updates one after another.
-    #[must_use]
-    pub fn pieces(&self) -> &[Range<usize>] {
-        &self.pieces
+    pub fn pieces(&self) -> impl Iterator<Item = &Range<usize>> {
+        self.pieces.iter().map(|piece| &piece.range)
     }
 
     /// Sets the number of steps after which the store has the states.

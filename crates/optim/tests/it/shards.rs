@@ -7,7 +7,7 @@ use std::thread;
 use farflung_base::Nanos;
 use farflung_comm::{Communicator, memory};
 use farflung_optim::local::{Averages, LocalMethod, METHODS};
-use farflung_optim::{Average, AverageConfig, OptimError, Prepared, Shards};
+use farflung_optim::{Average, AverageConfig, OptimError, Prepared, Shard, ShardReduction, Shards};
 use farflung_tensor::Device;
 
 use crate::small_chain::{chain, flat, layout};
@@ -20,7 +20,7 @@ fn trained(row: &LocalMethod, lengths: Option<[usize; 3]>, bucket: usize) -> Vec
         let cpu = Device::cpu(1).unwrap();
         let me = comm.rank().index();
         let shards = Shards::new(lengths.unwrap_or([layout.len(), 0, 0]));
-        let own = shards.of(me);
+        let own = shards.of(me).clone();
         let config =
             AverageConfig { bucket_bytes: bucket, shards: Some(shards.clone()), ..Default::default() };
         let mut average = Average::new(comm.clone(), &cpu, &layout, config).unwrap();
@@ -117,16 +117,64 @@ fn a_rank_on_a_gpu_gets_and_sends_its_shard() {
         let mut grads = flat(&device, me);
         average.all(&mut grads).unwrap();
         average.commit();
-        let own = grads.to_vec::<f32>().unwrap()[shards.of(me)].to_vec();
+        let own = grads.to_vec::<f32>().unwrap()[shards.of(me).ranges()[0].clone()].to_vec();
         shards.gather(&comm, &mut grads, 100).unwrap();
         (own, grads.to_vec::<f32>().unwrap())
     };
     let ranks = on_three(rank);
     let mean = |i: usize| (0..3).skip(1).fold(value(0, i), |sum, seed| sum + value(seed, i)) / 3.0;
     for (me, (own, all)) in ranks.iter().enumerate() {
-        assert!(own.iter().zip(&all[shards.of(me)]).all(|(a, b)| a.to_bits() == b.to_bits()), "{me}");
+        assert!(
+            own.iter().zip(&all[shards.of(me).ranges()[0].clone()]).all(|(a, b)| a.to_bits() == b.to_bits()),
+            "{me}"
+        );
         for i in layout.params().iter().flat_map(Param::range) {
             assert_eq!(all[i].to_bits(), mean(i).to_bits(), "{me} {i}");
         }
+    }
+}
+
+/// Gradients of several rounds that each rank keeps for its shard alone are those of whole buffers, to the bit,
+/// whatever the windows and the ranges are.
+#[test]
+fn sums_of_units_reach_their_owners() {
+    let len = layout().len();
+    let cuts = [
+        Shards::new([0, len, 0]),
+        Shards::new([640, 832, len - 1472]),
+        Shards::of_all([vec![0..100, 700..900], vec![], vec![100..700, 900..len]].map(Shard::new).to_vec()),
+    ];
+    let units = [0..640, 640..1472, 1472..len];
+    for (shards, most) in cuts.iter().flat_map(|cut| [7, 300, 1 << 20].map(|most| (cut, most))) {
+        let ranks = on_three(|comm| {
+            let cpu = Device::cpu(1).unwrap();
+            let me = comm.rank().index();
+            let own = shards.of(me).clone();
+            let mut sums = flat(&cpu, 3);
+            sums = cpu.tensor(&sums.to_vec::<f32>().unwrap()[..own.len()], own.len()).unwrap();
+            let mut reduction = ShardReduction::new(comm, shards.clone(), most);
+            for round in 0..2 {
+                let grads = flat(&cpu, 10 * round + me).to_vec::<f32>().unwrap();
+                for unit in units.iter().rev() {
+                    let values = cpu.tensor(&grads[unit.clone()], unit.len()).unwrap();
+                    reduction.start(unit.clone(), &values, round > 0, &mut sums).unwrap();
+                }
+            }
+            reduction.finish(&mut sums).unwrap();
+            (own, sums.to_vec::<f32>().unwrap())
+        });
+        let cpu = Device::cpu(1).unwrap();
+        let all = |round: usize| [0, 1, 2].map(|me| flat(&cpu, 10 * round + me).to_vec::<f32>().unwrap());
+        let mean = |[a, b, c]: &[Vec<f32>; 3], at: usize| (a[at] + b[at] + c[at]) / 3.0;
+        let rounds = [all(0), all(1)];
+        let mut seen = 0;
+        for (own, sums) in ranks {
+            for (at, sum) in own.ranges().iter().cloned().flatten().zip(sums) {
+                let want = mean(&rounds[0], at) + mean(&rounds[1], at);
+                assert_eq!(sum.to_bits(), want.to_bits(), "element {at}, windows of {most}");
+                seen += 1;
+            }
+        }
+        assert_eq!(seen, len);
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use farflung_optim::local::{Averages, METHODS};
-use farflung_optim::{OptimError, Prepared, StateStore};
+use farflung_optim::{OptimError, Prepared, Shard, StateStore};
 use farflung_tensor::{Device, Tensor, View};
 
 use crate::small_chain::{chain, flat, layout};
@@ -93,7 +93,9 @@ fn a_step_has_the_bits_of_one_with_states_in_memory() {
     let mut tried = 0;
     for row in METHODS.iter().filter(|row| row.averages == Averages::Gradients) {
         // From a border between tensors.
-        for shard in [whole.clone(), 640..layout.len()] {
+        for shard in
+            [whole.clone().into(), (640..layout.len()).into(), Shard::new([0..640, 1472..layout.len()])]
+        {
             let mut held = chain(row).build_shard(&cpu, &layout, shard.clone()).unwrap();
             for most in [1, 100, 640, 1 << 20] {
                 let pieces = chain(row).pieces(&layout, &shard, most);
@@ -109,11 +111,15 @@ fn a_step_has_the_bits_of_one_with_states_in_memory() {
                     let grads = flat(&cpu, 10 * step);
                     let prepared = || Prepared::with_norm(1.0 + step as f64).unwrap();
                     chain.commit(&mut params, &grads, prepared()).unwrap();
-                    held.commit(&mut expected, &grads, prepared()).unwrap();
+                    let all = grads.to_vec::<f32>().unwrap();
+                    let own = shard.ranges().iter().flat_map(|range| all[range.clone()].to_vec());
+                    let own = cpu.tensor(&own.collect::<Vec<f32>>(), shard.len()).unwrap();
+                    held.commit(&mut expected, &own, prepared()).unwrap();
                 }
                 let [params, expected] = [&params, &expected].map(|all| all.to_vec::<f32>().unwrap());
                 assert_eq!(bits(&params), bits(&expected), "{}, pieces of {most}", row.name);
-                assert_eq!(bits(&store.joined(None)), bits(&params[shard.clone()]));
+                let own = shard.ranges().iter().flat_map(|range| params[range.clone()].to_vec());
+                assert_eq!(bits(&store.joined(None)), bits(&own.collect::<Vec<f32>>()));
                 for (number, (name, state)) in held.states().enumerate() {
                     let state = state.to_vec::<f32>().unwrap();
                     assert_eq!(bits(&store.joined(Some(number))), bits(&state), "{} {name}", row.name);
@@ -132,16 +138,16 @@ fn what_a_store_cannot_keep_is_refused_and_its_failure_is_the_steps() {
     let whole = 0..layout.len();
     let build = |name: &str, pieces: Vec<Range<usize>>| {
         let store = Host::new(&cpu, &pieces, 9);
-        chain(row(name)).build_stored(&cpu, &layout, whole.clone(), (pieces, Box::new(store)))
+        chain(row(name)).build_stored(&cpu, &layout, whole.clone().into(), (pieces, Box::new(store)))
     };
     let within = vec![0..128, 128..layout.len()];
     assert!(build("lamb", within.clone()).unwrap_err().to_string().contains("a border between tensors"));
     assert!(build("onebit-adam", within).unwrap_err().to_string().contains("more than gradients"));
 
-    let pieces = chain(row("adamw")).pieces(&layout, &whole, 640);
+    let pieces = chain(row("adamw")).pieces(&layout, &whole.clone().into(), 640);
     let store = Host::new(&cpu, &pieces, chain(row("adamw")).state_names().len());
     let given = (pieces, Box::new(store.clone()) as _);
-    let mut chain = chain(row("adamw")).build_stored(&cpu, &layout, whole, given).unwrap();
+    let mut chain = chain(row("adamw")).build_stored(&cpu, &layout, whole.into(), given).unwrap();
     store.kept.lock().unwrap().fails_after = Some(1);
     let (mut params, grads) = (flat(&cpu, 99), flat(&cpu, 1));
     let error = chain.commit(&mut params, &grads, Prepared::with_norm(1.0).unwrap()).unwrap_err();

@@ -137,7 +137,7 @@ impl Plan {
     fn check_zero(&self) -> Result<(), ParallelError> {
         let (stage, weights, replicas) = (self.zero, &self.zero_weights, self.replicas());
         ensure(stage <= 3, "zero", stage, "0 to 3")?;
-        if stage > 1 {
+        if stage > 2 {
             return Err(ParallelError::NotBuilt { what: format!("stage {stage} of ZeRO (`zero`)") });
         }
         let expected = if stage == 0 {
@@ -161,6 +161,18 @@ impl Plan {
         }
         if self.shares() > 1 {
             return refused("replicas hold different experts, or modules of paths");
+        }
+        if stage > 1 && self.tensor_ranks() > 1 {
+            return refused(
+                "ranks along the tensor axis add up the gradients of what they do not divide; 1 works",
+            );
+        }
+        let first = self.microbatches.first();
+        if stage > 1 && self.microbatches.iter().any(|count| Some(count) != first) {
+            return refused(
+                "all replicas together add up the gradients of each microbatch, of which they have unequal \
+                 numbers; 1 works",
+            );
         }
         let level = self.levels.last();
         if self.levels.len() > 1 || level.is_some_and(|level| level.codec != NO_CODEC) {

@@ -543,7 +543,8 @@ fn replicas_divide_the_optimizers_state_by_weights() {
         (on(1, &[1, 1, 1]), "expected 2 weights"),
         (on(1, &[0, 0]), "at least one above 0"),
         (on(4, &[]), "`zero` is 4, expected 0 to 3"),
-        (on(2, &[]), "stage 2 of ZeRO"),
+        (on(3, &[]), "stage 3 of ZeRO"),
+        (Plan { microbatches: vec![2, 1], ..on(2, &[]) }, "of which they have unequal numbers"),
         (Plan { zero_tensors: true, ..plan() }, "`zero_tensors` is true, expected false"),
         (Plan { levels: two_levels(), ..on(1, &[]) }, "two levels"),
     ] {

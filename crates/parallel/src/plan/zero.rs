@@ -9,6 +9,12 @@ impl Plan {
         self.zero > 0
     }
 
+    /// Returns whether each rank holds the gradients of such a shard alone, too.
+    #[must_use]
+    pub const fn divides_gradients(&self) -> bool {
+        self.zero > 1
+    }
+
     /// Returns the weights by which replicas divide the optimizer's state.
     #[must_use]
     pub fn shares_of_state(&self) -> Vec<u32> {

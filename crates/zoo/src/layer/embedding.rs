@@ -72,15 +72,15 @@ impl Embedding {
         tied_head_wrote: bool,
     ) -> Result<()> {
         let dy = cx.whole(dy)?;
-        let adds = cx.has_gradient_of_whole();
+        let (adds, accumulate) = (cx.has_gradient_of_whole(), grads.accumulate());
         let (mut table, mut positions) = if self.positions.is_some() {
-            let [table, positions] = cx.layout.views_mut(grads.flat, self.table)?;
+            let [table, positions] = grads.of(cx.layout, self.table)?;
             (table, Some(positions))
         } else {
-            let [table] = cx.layout.views_mut(grads.flat, self.table)?;
+            let [table] = grads.of(cx.layout, self.table)?;
             (table, None)
         };
-        if !grads.accumulate {
+        if !accumulate {
             if !tied_head_wrote {
                 cx.device.run(Op::Fill { value: 0.0, y: table.reborrow() })?;
             }

@@ -322,8 +322,8 @@ impl Experts {
         grads: &mut Grads<'_>,
     ) -> Result<()> {
         let d_logits = saved.get(Kept::RouterGrad);
-        let accumulate = grads.accumulate;
-        let [d_router] = cx.layout.views_mut(grads.flat, self.router)?;
+        let accumulate = grads.accumulate();
+        let [d_router] = grads.of(cx.layout, self.router)?;
         Self::router_product(cx, (x, true), (d_logits.view(), false), (d_router, accumulate))?;
         let routes = self.routes(cx, saved.get(Kept::RouterLogits))?;
         let counts = (self.ranges.len() > 1).then(|| saved.get(Kept::ArrivedCounts));

@@ -207,20 +207,20 @@ impl Head {
         grads: &mut Grads<'_>,
     ) -> Result<()> {
         let d_norm = saved.d_norm.expect("`backward_input` is called before `backward_weight`");
-        let [table] = cx.layout.views_mut(grads.flat, self.table)?;
+        let accumulate = grads.accumulate();
+        let [table] = grads.of(cx.layout, self.table)?;
         cx.device.run(Op::MatMul {
             a: saved.d_logits.view(),
             a_t: true,
             b: cx.whole(&saved.norm)?.view(),
             b_t: false,
             c: table,
-            accumulate: grads.accumulate,
+            accumulate,
             scales: [cx.gradient_scale, 1.0],
             fuse: Fuse::None,
         })?;
         if self.has_bias() {
-            let accumulate = grads.accumulate;
-            let [bias] = cx.layout.views_mut(grads.flat, self.table + 1)?;
+            let [bias] = grads.of(cx.layout, self.table + 1)?;
             cx.device.run(Op::SumRows { x: saved.d_logits.view(), y: bias, accumulate })?;
         }
         self.norm.backward_weight(cx, &saved.x, &saved.stats, &d_norm, grads)

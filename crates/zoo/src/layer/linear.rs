@@ -162,8 +162,8 @@ impl Linear {
         if !x.is_empty() {
             return self.weight_gradient(cx, x, dy, grads);
         }
-        if !grads.accumulate {
-            let [y] = cx.layout.views_mut(grads.flat, self.weight)?;
+        if !grads.accumulate() {
+            let [y] = grads.of(cx.layout, self.weight)?;
             cx.device.run(Op::Fill { value: 0.0, y })?;
         }
         Ok(())
@@ -221,13 +221,14 @@ impl Linear {
         self.weight_gradient(cx, x.view(), dy.view(), grads)?;
         if self.bias && self.partial && !cx.has_gradient_of_whole() {
             // The first rank adds the bias.
-            if !grads.accumulate {
-                let [y] = cx.layout.views_mut(grads.flat, self.weight + 1)?;
+            if !grads.accumulate() {
+                let [y] = grads.of(cx.layout, self.weight + 1)?;
                 cx.device.run(Op::Fill { value: 0.0, y })?;
             }
         } else if self.bias {
-            let [db] = cx.layout.views_mut(grads.flat, self.weight + 1)?;
-            cx.device.run(Op::SumRows { x: dy.view(), y: db, accumulate: grads.accumulate })?;
+            let accumulate = grads.accumulate();
+            let [db] = grads.of(cx.layout, self.weight + 1)?;
+            cx.device.run(Op::SumRows { x: dy.view(), y: db, accumulate })?;
         }
         Ok(())
     }
@@ -239,8 +240,8 @@ impl Linear {
         dy: View<'_>,
         grads: &mut Grads<'_>,
     ) -> Result<()> {
-        let accumulate = grads.accumulate;
-        let [dw] = cx.layout.views_mut(grads.flat, self.weight)?;
+        let accumulate = grads.accumulate();
+        let [dw] = grads.of(cx.layout, self.weight)?;
         cx.device.run(Op::MatMul {
             a: x,
             a_t: true,

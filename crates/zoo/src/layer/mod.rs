@@ -22,6 +22,7 @@ mod dispatch;
 mod embedding;
 mod experts;
 mod feed_forward;
+mod grads;
 mod head;
 mod linear;
 mod mlp;
@@ -40,6 +41,7 @@ pub use builder::{Builder, LayerKind};
 pub use context::{ContextBorders, ContextPieces};
 pub use embedding::Embedding;
 pub use experts::Experts;
+pub use grads::{Grads, UnitGrads};
 pub use head::{Head, HeadSaved, Targets};
 pub use linear::{Linear, Then};
 pub use mlp::Mlp;
@@ -141,15 +143,6 @@ impl StageContext<'_> {
     pub(crate) fn sum(&self, partial: &mut Tensor) -> Result<()> {
         self.exchange.all_reduce(Axis::Tensor, partial)
     }
-}
-
-/// The gradients of a stage.
-#[derive(Debug)]
-pub struct Grads<'a> {
-    /// A flat buffer of the stage's layout.
-    pub flat: &'a mut Tensor,
-    /// Whether to add to the gradients instead of overwriting them.
-    pub accumulate: bool,
 }
 
 /// Returns the three dimensions of hidden states.

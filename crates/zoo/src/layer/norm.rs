@@ -134,8 +134,8 @@ impl NormLayer {
         if cx.sequence.is_none() {
             cx.sum(&mut sum)?;
         }
-        let accumulate = grads.accumulate;
-        let [gain] = cx.layout.views_mut(grads.flat, self.gain)?;
+        let accumulate = grads.accumulate();
+        let [gain] = grads.of(cx.layout, self.gain)?;
         cx.device.run(Op::SumRows { x: sum.view(), y: gain, accumulate })?;
         Ok(())
     }
@@ -149,12 +149,12 @@ impl NormLayer {
         dy: &Tensor,
         grads: &mut Grads<'_>,
     ) -> Result<()> {
-        let accumulate = grads.accumulate;
+        let accumulate = grads.accumulate();
         let (d_gain, d_bias) = if self.bias {
-            let [gain, bias] = cx.layout.views_mut(grads.flat, self.gain)?;
+            let [gain, bias] = grads.of(cx.layout, self.gain)?;
             (gain, Some(bias))
         } else {
-            let [gain] = cx.layout.views_mut(grads.flat, self.gain)?;
+            let [gain] = grads.of(cx.layout, self.gain)?;
             (gain, None)
         };
         let (x, stats, dy) = (x.view(), stats.view(), dy.view());

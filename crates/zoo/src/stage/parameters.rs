@@ -6,6 +6,7 @@ use std::path::Path;
 use farflung_tensor::{Param, Shape, Tensor, TensorError};
 
 use super::Stage;
+use crate::layer::UnitGrads;
 use crate::weights::{self, Weights, WriteOptions};
 use crate::{TensorKind, TensorSpec, ZooError};
 
@@ -49,6 +50,14 @@ impl Stage {
             [first, .., last] => self.span_of(first.params().start..last.params().end),
             [block] => self.span_of(block.params()),
         }
+    }
+
+    /// Returns buffers for gradients of one microbatch: one for each of [`Stage::backward_ranges`], from its
+    /// first gradient until it is taken.
+    #[must_use]
+    pub fn unit_grads(&self) -> UnitGrads {
+        let units = self.backward_ranges().into_iter().rev().collect();
+        UnitGrads::new(self.device.clone(), units)
     }
 
     /// Creates initial parameters, a pure function of the seed. They are equal for a stage and for the same

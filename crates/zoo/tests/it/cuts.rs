@@ -50,7 +50,7 @@ fn run(stage: &Stage, params: &Tensor) -> Outcome {
     let (output, saved) = stage.forward(params, Input::Tokens(tokens()), Some(target)).unwrap();
     let Output::Losses(losses) = output else { unreachable!("the whole model gives losses") };
     let mut flat = stage.zeros().unwrap();
-    let mut grads = Grads { flat: &mut flat, accumulate: false };
+    let mut grads = Grads::flat(&mut flat, false);
     stage.backward(params, saved, None, &mut grads, |_, _| {}).unwrap();
     let logits = stage.logits(params, tokens()).unwrap();
     Outcome {

@@ -106,7 +106,7 @@ impl Model {
         let mut flat: Vec<Tensor> = self.parts.iter().map(|(s, _)| s.zeros().unwrap()).collect();
         let mut dy = None;
         for (i, saved, input) in kept.into_iter().rev() {
-            let grads = &mut Grads { flat: &mut flat[i], accumulate: true };
+            let grads = &mut Grads::flat(&mut flat[i], true);
             dy = self.backward(i, saved, input, dy, way, &mut carried[i], grads);
         }
         let of = |((stage, _), flat): (&(Stage, Tensor), &Tensor)| {

@@ -146,7 +146,7 @@ fn step_of(whole: &Stage, params: &Tensor, own: Range<usize>, rows: usize) -> (f
     let loss =
         stage::total(&losses).unwrap() * f64::from(scale) + of_routers * own.len() as f64 / rows as f64;
     let mut flat = whole.zeros().unwrap();
-    let grads = &mut Grads { flat: &mut flat, accumulate: false };
+    let grads = &mut Grads::flat(&mut flat, false);
     whole.backward(params, saved, None, grads, |_, _| {}).unwrap();
     (loss, flat.to_vec::<f32>().unwrap())
 }
@@ -200,7 +200,7 @@ fn losses_by_layer_do_not_depend_on_microbatches() {
         let routers = Routed::losses(experts, saved.routed());
         let of_routers = experts.losses.balance * routers.balance + experts.losses.z * routers.z;
         sum += stage::total(&losses).unwrap() / 32.0 + of_routers / 2.0;
-        let grads = &mut Grads { flat: &mut flat, accumulate: i > 0 };
+        let grads = &mut Grads::flat(&mut flat, i > 0);
         whole.backward(&params, saved, None, grads, |_, _| {}).unwrap();
     }
     assert!((sum - loss).abs() < 1e-6, "{sum} {loss}");
@@ -253,7 +253,7 @@ fn extreme_routers_run() {
         let dy = alone.cpu.tensor(&noise(14 * 8, 3), shape).unwrap();
         alone.layer.backward_input(&cx, &mut saved, &dy).unwrap();
         let mut flat = alone.cpu.tensor(&vec![f32::NAN; alone.layout.len()], alone.layout.len()).unwrap();
-        let mut grads = Grads { flat: &mut flat, accumulate: false };
+        let mut grads = Grads::flat(&mut flat, false);
         alone.layer.backward_weight(&cx, &saved, &x, &mut grads).unwrap();
         // Experts without tokens have gradients of zero, not none.
         let idle = alone.layout.params().iter().filter(|param| param.name.contains("expert_3"));

@@ -67,7 +67,7 @@ fn step(
         stage.forward(&params, tokens, Some(Targets::all(&targets, 1.0 / 128.0))).unwrap();
     after(&mut saved);
     let Output::Losses(losses) = output else { unreachable!("a whole model gives losses") };
-    let mut flat = Grads { flat: &mut grads, accumulate: false };
+    let mut flat = Grads::flat(&mut grads, false);
     if halves {
         assert!(stage.backward_input(&params, &mut saved, None).unwrap().is_none());
         stage.backward_weight(saved, &mut flat, |_, _| {}).unwrap();

@@ -63,7 +63,7 @@ fn step(
         let Output::Losses(l) = out else { panic!("a whole model gives losses") };
         losses.extend(l.to_vec::<f32>().unwrap());
         ranges.clear();
-        let mut grads = Grads { flat: &mut grads, accumulate: i > 0 };
+        let mut grads = Grads::flat(&mut grads, i > 0);
         assert!(stage.backward(params, saved, None, &mut grads, |r, _| ranges.push(r)).unwrap().is_none());
     }
     (losses, stage.layout().pack(grads.host::<f32>().unwrap()).unwrap(), ranges)
@@ -141,7 +141,7 @@ fn a_split_model_computes_what_the_whole_does() {
     {
         let (x, y) = (whole.tokens(&x, 10).unwrap(), whole.tokens(&y, 10).unwrap());
         let (_, saved) = whole.forward(&p, Input::Tokens(x), Some(Targets::all(&y, scale))).unwrap();
-        let mut grads = Grads { flat: &mut whole_grads, accumulate: false };
+        let mut grads = Grads::flat(&mut whole_grads, false);
         whole.backward(&p, saved, None, &mut grads, |_, _| {}).unwrap();
     }
     for cuts in [vec![0, 1, 3], vec![0, 1, 2, 3]] {
@@ -183,7 +183,7 @@ fn a_split_model_computes_what_the_whole_does() {
         for ((stage, p), saved) in stages.iter().zip(&parts).zip(kept).rev() {
             let mut flat = stage.init(3).unwrap();
             let mut ranges = Vec::new();
-            let mut grads = Grads { flat: &mut flat, accumulate: false };
+            let mut grads = Grads::flat(&mut flat, false);
             dy = stage.backward(p, saved, dy, &mut grads, |r, _| ranges.push(r)).unwrap();
             covers_once_from_the_end(&ranges, stage.layout());
             assert_eq!(ranges, stage.backward_ranges());
@@ -254,19 +254,13 @@ fn what_a_stage_does_not_take_is_refused() {
     let (_, saved) = whole.forward(&p, Input::Tokens(tokens()), Some(Targets::all(&targets, 1.0))).unwrap();
     let mut flat = whole.zeros().unwrap();
     let dy = cpu.zeros([1, 10, 24]).unwrap();
-    assert!(
-        whole
-            .backward(&p, saved, Some(dy), &mut Grads { flat: &mut flat, accumulate: false }, |_, _| {})
-            .is_err()
-    );
+    assert!(whole.backward(&p, saved, Some(dy), &mut Grads::flat(&mut flat, false), |_, _| {}).is_err());
     let middle = Stage::new(&config(), 1..2, &cpu).unwrap();
     let m = middle.init(1).unwrap();
     let (_, saved) = middle.forward(&m, Input::Hidden(cpu.zeros([1, 10, 24]).unwrap()), None).unwrap();
     let mut flat = middle.zeros().unwrap();
     let dy = Some(cpu.zeros([10, 24]).unwrap());
-    assert!(
-        middle.backward(&m, saved, dy, &mut Grads { flat: &mut flat, accumulate: false }, |_, _| {}).is_err()
-    );
+    assert!(middle.backward(&m, saved, dy, &mut Grads::flat(&mut flat, false), |_, _| {}).is_err());
 }
 
 /// Runs a stage for each part of a cut, some of them without layers. Forward passes are recomputed, and
@@ -314,7 +308,7 @@ fn halves_recomputation_and_empty_stages_change_no_bit() {
             }
         }
         for (((stage, p), saved), flat) in parts.iter().zip(&params).zip(kept).zip(&mut grads).rev() {
-            let mut grads = Grads { flat, accumulate: false };
+            let mut grads = Grads::flat(flat, false);
             if halves {
                 stage.backward_weight(saved, &mut grads, |_, _| {}).unwrap();
             } else {
@@ -476,7 +470,7 @@ fn a_transformer_block_against_central_differences() {
         let dy_ = alone.cpu.tensor(&dy, shape).unwrap();
         let dx = block.backward_input(&cx, &mut saved, dy_, Later::Nothing).unwrap();
         let mut flat = alone.cpu.zeros(alone.layout.len()).unwrap();
-        block.backward_weight(&cx, &saved, &mut Grads { flat: &mut flat, accumulate: false }).unwrap();
+        block.backward_weight(&cx, &saved, &mut Grads::flat(&mut flat, false)).unwrap();
         let loss = |p: &Tensor, x: &[f32]| dot(&forward(p, x).0, &dy);
         slopes_agree("x", &x, &dx.to_vec::<f32>().unwrap(), |x| loss(&alone.params, x));
         alone.weights_agree(&flat, |p| loss(p, &x));
@@ -498,7 +492,7 @@ fn the_head_and_the_embedding_against_central_differences() {
         let (_, mut saved) = head.forward(&cx, tensor(&x), Targets::all(&tokens, 0.5)).unwrap();
         let dx = head.backward_input(&cx, &mut saved).unwrap();
         let mut flat = alone.cpu.zeros(alone.layout.len()).unwrap();
-        head.backward_weight(&cx, saved, &mut Grads { flat: &mut flat, accumulate: false }).unwrap();
+        head.backward_weight(&cx, saved, &mut Grads::flat(&mut flat, false)).unwrap();
         let loss = |p: &Tensor, x: &[f32]| {
             0.5 * stage::total(&head.losses(&alone.cx(p), &tensor(x), &tokens).unwrap()).unwrap()
         };
@@ -510,7 +504,7 @@ fn the_head_and_the_embedding_against_central_differences() {
         let alone = Alone::new(&cpu, builder.layout().unwrap());
         let cx = alone.cx(&alone.params);
         let mut flat = alone.cpu.tensor(&noise(alone.layout.len(), 8, 1.0), alone.layout.len()).unwrap();
-        let mut grads = Grads { flat: &mut flat, accumulate: false };
+        let mut grads = Grads::flat(&mut flat, false);
         embedding.backward(&cx, &tokens, 0, &tensor(&dy), &mut grads, false).unwrap();
         alone.weights_agree(&flat, |p| dot(&embedding.forward(&alone.cx(p), &tokens, 0).unwrap(), &dy));
     }

@@ -57,9 +57,7 @@ fn a_tiny_gpt2_gives_what_pytorch_gives() {
     let Output::Losses(losses) = out else { panic!("a whole model gives losses") };
     close("losses", &losses.to_vec::<f32>().unwrap(), &fixture.losses);
     let mut flat = stage.zeros().unwrap();
-    stage
-        .backward(&params, saved, None, &mut Grads { flat: &mut flat, accumulate: false }, |_, _| {})
-        .unwrap();
+    stage.backward(&params, saved, None, &mut Grads::flat(&mut flat, false), |_, _| {}).unwrap();
     assert_eq!(fixture.grads.len(), stage.layout().params().len());
     for (i, p) in stage.layout().params().iter().enumerate() {
         let got = stage.layout().view(&flat, i).unwrap().to_vec::<f32>().unwrap();

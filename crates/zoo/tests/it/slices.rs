@@ -57,9 +57,7 @@ fn whole(cuts: &[usize]) -> Outcome {
     let (mut dy, mut grads) = (None, Vec::new());
     for ((stage, p), saved) in parts.iter().zip(&params).zip(kept).rev() {
         let mut flat = stage.zeros().unwrap();
-        dy = stage
-            .backward(p, saved, dy, &mut Grads { flat: &mut flat, accumulate: false }, |_, _| {})
-            .unwrap();
+        dy = stage.backward(p, saved, dy, &mut Grads::flat(&mut flat, false), |_, _| {}).unwrap();
         grads.insert(0, stage.layout().pack(flat.host::<f32>().unwrap()).unwrap());
     }
     Outcome { losses, grads }
@@ -110,7 +108,7 @@ fn sliced(threads: usize, cuts: &[usize], lengths: &[usize], again: bool) -> Out
         }
         dy = stage.backward_input_slice(p, &mut saved, dy, &mut carried[i]).unwrap();
         let accumulate = std::mem::replace(&mut begun[i], true);
-        stage.backward_weight(saved, &mut Grads { flat: &mut flat[i], accumulate }, |_, _| {}).unwrap();
+        stage.backward_weight(saved, &mut Grads::flat(&mut flat[i], accumulate), |_, _| {}).unwrap();
     }
     assert!(dy.is_none());
     let params = |(stage, flat): (&Stage, &Tensor)| stage.layout().pack(flat.host::<f32>().unwrap()).unwrap();

@@ -30,12 +30,13 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
     let (rank, comm, parts) = (trainer.comm().rank(), trainer.comm(), trainer.layers());
     let (levels, width) = (job.plan.recorded_paths(), job.plan.recorded_width());
     let (state, context) = (job.plan.recorded_state(), job.plan.recorded_context());
+    let by_unit = job.plan.divides_gradients();
     let fits = |checkpoint: &Checkpoint| {
         source::record(checkpoint).is_ok_and(|t| {
             let width_of_each = (&t.tensor_weights, t.sequence_parallel);
             let held = (t.world, &t.parts, &t.experts, &t.paths, width_of_each);
             held == (job.world, &parts, &job.plan.experts, &levels, (&width, job.plan.sequence_parallel))
-                && (&t.zero_weights, &t.context) == (&state, &context)
+                && (&t.zero_weights, t.zero_by_unit, &t.context) == (&state, by_unit, &context)
         })
     };
     let needed = trainer.needed();
@@ -221,8 +222,10 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
                 Err(error) => {
                     let same = Checkpoint::open(&path).and_then(|c| source::record(&c));
                     let same = same.is_ok_and(|t| {
-                        let divided = (&t.experts, &t.tensor_weights, &t.zero_weights);
-                        let now = (&job.plan.experts, &job.plan.recorded_width(), &job.plan.recorded_state());
+                        let state = (t.zero_weights, t.zero_by_unit);
+                        let divided = (&t.experts, &t.tensor_weights, &state);
+                        let state = (job.plan.recorded_state(), job.plan.divides_gradients());
+                        let now = (&job.plan.experts, &job.plan.recorded_width(), &state);
                         (t.world, t.stages) == (job.world, job.plan.stages() as usize) && divided == now
                     });
                     missing = missing.or(Some(error).filter(|_| !same));

@@ -221,6 +221,7 @@ pub(super) fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Ran
         sequence_parallel: job.plan.sequence_parallel,
         context: job.plan.recorded_context(),
         zero_weights: job.plan.recorded_state(),
+        zero_by_unit: job.plan.divides_gradients(),
         paths: job.plan.recorded_paths(),
         routing: job.text_parts.routing.clone(),
         sequences: microbatches.map_or(job.plan.sequences(), |each| each * u64::from(job.plan.batch)),

@@ -6,9 +6,9 @@ mod pieces_of_tensors;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use farflung_optim::Shard;
 use farflung_tensor::ParamLayout;
 use farflung_zoo::weights::StoredLayout;
 use farflung_zoo::{AxisShare, ModelSpec, Stage};
@@ -405,24 +405,16 @@ impl Source {
         (kinds.into_iter().collect(), tensors)
     }
 
-    /// Returns a range of a state of an optimizer in the flat buffer of a layout, assembled tensor by tensor:
+    /// Returns a shard of a state of an optimizer in the flat buffer of a layout, assembled tensor by tensor:
     /// ranks with stages save each tensor under its name, ranks with the whole model save one flat buffer.
     /// `None` if some of it is missing.
-    pub(in super::super) fn flat(
-        &self,
-        name: &str,
-        layout: &ParamLayout,
-        own: &Range<usize>,
-    ) -> Option<Vec<f32>> {
+    pub(in super::super) fn flat(&self, name: &str, layout: &ParamLayout, own: &Shard) -> Option<Vec<f32>> {
         let mut flat = vec![0.0; own.len()];
         let all = self.state(name).filter(|all| all.len() == self.whole.len());
-        for p in layout.params() {
-            let range = p.range().start.max(own.start)..p.range().end.min(own.end);
-            if range.is_empty() {
-                continue;
-            }
-            let part = range.start - p.start..range.end - p.start;
-            let into = &mut flat[range.start - own.start..range.end - own.start];
+        let pieces = layout.params().iter().flat_map(|p| own.within(&p.range()).map(move |piece| (p, piece)));
+        for (p, piece) in pieces {
+            let part = piece.flat.start - p.start..piece.flat.end - p.start;
+            let into = &mut flat[piece.own()];
             let state = tensor_name(name, &p.name);
             let values = match all {
                 Some(all) => Some(&all[self.whole.params()[self.whole.find(&p.name).ok()?].range()]),
@@ -443,7 +435,7 @@ impl Source {
         &mut self,
         name: &str,
         layout: &ParamLayout,
-        own: &Range<usize>,
+        own: &Shard,
     ) -> Option<Vec<f32>> {
         let flat = self.flat(name, layout, own)?;
         for p in layout.params().iter().filter(|p| self.needed.has_once(&p.name)) {

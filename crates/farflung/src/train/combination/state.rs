@@ -32,7 +32,7 @@ pub(super) const RULES: &[Rule] = &[
         refuses: |choices| {
             let method = choices.divides_state()?.sync;
             let why = "the shards of an update belong to one step of all replicas";
-            (method.name != "ddp").then(|| refuse("sync", method.name, format!("ddp with `zero` 1: {why}")))
+            (method.name != "ddp").then(|| refuse("sync", method.name, format!("ddp with `zero`: {why}")))
         },
     },
     Rule {
@@ -40,7 +40,7 @@ pub(super) const RULES: &[Rule] = &[
         refuses: |choices| {
             let order = choices.divides_state()?.schedule.as_ref()?;
             let why = "the holders of a part update it at the end of a step, each a shard";
-            (!order.updates_at_the_end()).then(|| zero(format!("0 with {}: {why}", order.name)))
+            (!order.updates_at_the_end()).then(|| choices.zero(format!("0 with {}: {why}", order.name)))
         },
     },
     Rule {
@@ -48,7 +48,7 @@ pub(super) const RULES: &[Rule] = &[
         refuses: |choices| {
             let optimizer = choices.divides_state()?.optimizer;
             let why = "only gradients are averaged to the ranks that update them";
-            let expected = format!("one that averages gradients with `zero` 1, such as adamw: {why}");
+            let expected = format!("one that averages gradients with `zero`, such as adamw: {why}");
             (optimizer.averages != Averages::Gradients).then(|| refuse("optimizer", optimizer.name, expected))
         },
     },
@@ -57,7 +57,7 @@ pub(super) const RULES: &[Rule] = &[
         refuses: |choices| {
             let level = choices.divides_state()?.levels.iter().find(|level| !level.codec.is_plain())?;
             let why = "gradients reach only the rank that updates them, as plain f32";
-            Some(refuse("codec", level.codec, format!("none with `zero` 1: {why}")))
+            Some(refuse("codec", level.codec, format!("none with `zero`: {why}")))
         },
     },
     Rule {
@@ -75,14 +75,22 @@ pub(super) const RULES: &[Rule] = &[
         refuses: |choices| {
             let why = "replicas that divide experts hold different parameters";
             (choices.divides_state()?.expert_ranks > 1)
-                .then(|| zero(format!("0 with `expert` above 1: {why}")))
+                .then(|| choices.zero(format!("0 with `expert` above 1: {why}")))
         },
     },
     Rule {
         axes: ["zero", "paths"],
         refuses: |choices| {
             let why = "paths hold different parameters";
-            (choices.divides_state()?.paths > 1).then(|| zero(format!("0 with `paths`: {why}")))
+            (choices.divides_state()?.paths > 1).then(|| choices.zero(format!("0 with `paths`: {why}")))
+        },
+    },
+    Rule {
+        axes: ["zero", "tensor"],
+        refuses: |choices| {
+            let why = "these ranks add up the gradients of what they do not divide";
+            (choices.zero.stage > 1 && choices.tensor.ranks > 1)
+                .then(|| choices.zero(format!("0 or 1 with `tensor` above 1: {why}")))
         },
     },
 ];
@@ -139,10 +147,6 @@ pub(super) const OF_DISK: &[Rule] = &[
     },
 ];
 
-fn zero(expected: String) -> Refusal {
-    refuse("zero", 1, expected)
-}
-
 impl Order {
     /// Returns whether each rank has one list, at whose end it updates the only copy of its parts.
     fn updates_at_the_end(&self) -> bool {
@@ -154,6 +158,11 @@ impl Choices {
     /// Returns the choices if replicas divide the optimizer's state.
     fn divides_state(&self) -> Option<&Self> {
         (self.zero.stage > 0).then_some(self)
+    }
+
+    /// Returns why the stage of ZeRO is refused.
+    fn zero(&self, expected: String) -> Refusal {
+        refuse("zero", self.zero.stage, expected)
     }
 
     /// Returns the choices if the optimizer's state is on disk.

@@ -35,8 +35,8 @@ fn states_are_read_in_ranges_and_continued() {
     for shard in [0..layout.len(), 1024..layout.len()] {
         let _ = std::fs::remove_file(&path);
         let make = || {
-            let disk = DiskState::of_pieces(&adam(), &cpu, &layout, &shard, 1000).unwrap();
-            let chain = adam().build_stored(&cpu, &layout, shard.clone(), disk.stored()).unwrap();
+            let disk = DiskState::of_pieces(&adam(), &cpu, &layout, &shard.clone().into(), 1000).unwrap();
+            let chain = adam().build_stored(&cpu, &layout, shard.clone().into(), disk.stored()).unwrap();
             (disk, chain)
         };
         let mut held = adam().build_shard(&cpu, &layout, shard.clone()).unwrap();
@@ -88,7 +88,7 @@ fn states_are_read_in_ranges_and_continued() {
 #[test]
 fn a_whole_generation_is_written_from_elsewhere() {
     let (dir, cpu, layout) = (tempfile::tempdir().unwrap(), Device::cpu(1).unwrap(), layout());
-    let disk = DiskState::of_pieces(&adam(), &cpu, &layout, &(0..layout.len()), 1000).unwrap();
+    let disk = DiskState::of_pieces(&adam(), &cpu, &layout, &(0..layout.len()).into(), 1000).unwrap();
     disk.open(&dir.path().join("state")).unwrap();
     disk.start(None).unwrap();
     let fill = |array: usize, range: Range<usize>, into: &mut [f32]| {
@@ -102,7 +102,7 @@ fn a_whole_generation_is_written_from_elsewhere() {
     assert_eq!(disk.read(1, 1990..2010).unwrap(), (11_990..12_010).map(|x| x as f32).collect::<Vec<_>>());
     assert_eq!(disk.read(2, 1990..2010).unwrap(), values(1)[1990..2010]);
     // The next step is 8.
-    let mut chain = adam().build_stored(&cpu, &layout, 0..layout.len(), disk.stored()).unwrap();
+    let mut chain = adam().build_stored(&cpu, &layout, (0..layout.len()).into(), disk.stored()).unwrap();
     chain.resume_at(7);
     step(&disk, &mut chain, &mut params, 8);
     disk.wait().unwrap();

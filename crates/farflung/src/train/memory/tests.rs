@@ -206,25 +206,28 @@ fn divided_sequences_are_predicted_to_the_byte() {
 
 #[test]
 fn shards_of_the_state_are_predicted_to_the_byte() {
-    for (stages, tensor, weights, optimizer) in [
-        (1, 1, vec![1, 1], "adamw"),
-        (1, 1, vec![5, 0, 1], "sgd"),
-        (1, 1, vec![1, 2], "lamb"),
-        (1, 1, vec![1, 1, 1, 1], "muon"),
-        (2, 1, vec![3, 1], "adamw"),
-        (2, 2, vec![0, 1], "adamw"),
+    for (zero, stages, tensor, weights, optimizer) in [
+        (1, 1, 1, vec![1, 1], "adamw"),
+        (1, 1, 1, vec![5, 0, 1], "sgd"),
+        (1, 1, 1, vec![1, 2], "lamb"),
+        (1, 1, 1, vec![1, 1, 1, 1], "muon"),
+        (1, 2, 1, vec![3, 1], "adamw"),
+        (1, 2, 2, vec![0, 1], "adamw"),
+        (2, 1, 1, vec![1, 1], "adamw"),
+        (2, 1, 1, vec![5, 0, 1], "sgd"),
+        (2, 1, 1, vec![1, 2], "lamb"),
     ] {
         let config = TrainConfig {
             workers: stages * tensor * weights.len(),
             tensor,
-            zero: 1,
+            zero,
             optimizer: OptimizerKind::parse(optimizer).unwrap(),
             zero_weights: Some(Weights(weights.clone())),
             ..config(stages, Method::OneFOneB)
         };
         let job = job(config);
         let predicted: Vec<_> = step_memory(&job).unwrap().iter().map(buffers).collect();
-        assert_eq!(predicted, measured(&job), "{stages} stages, {weights:?}, {optimizer}");
+        assert_eq!(predicted, measured(&job), "{zero}: {stages} stages, {weights:?}, {optimizer}");
     }
 }
 

@@ -175,7 +175,7 @@ impl Run {
         let mut again = forward()?;
         let dy_again = from_above()?;
         taken()?;
-        let mut grads = Grads { flat: &mut self.grads, accumulate: true };
+        let mut grads = Grads::flat(&mut self.grads, true);
         let mut ranges = Vec::new();
         self.stage.backward(&self.params, saved, dy, &mut grads, |_, _| ranges.push(taken()))?;
         ranges.push(taken());

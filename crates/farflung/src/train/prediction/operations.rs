@@ -37,6 +37,9 @@ pub(super) enum Key {
     /// An exchange between the ranks that divide layers, of which `first` is the first one, in a pass of a
     /// microbatch.
     Layer { first: Rank, stage: StageId, microbatch: u32, slice: u16, pass: LayerPass, exchange: usize },
+    /// A window of the sum of a range of a microbatch's gradients into the shards of a part, among ranks with
+    /// this number along the tensor axis.
+    Gradients { stage: StageId, tensor: u32, microbatch: u32, range: usize, window: usize },
     /// A window of the gather of a part's shards, among ranks with this number along the tensor axis.
     Shards { part: u32, tensor: u32, window: usize },
     /// The sum of the gradients of the token table of a pipeline, which begins at a rank.
@@ -115,6 +118,9 @@ pub(super) struct PartFacts {
     pub(super) elements: u64,
     pub(super) ranges: Vec<u64>,
     pub(super) buckets: Vec<BucketFacts>,
+    /// If holders keep shards of the gradients: the windows in which those of each range reach them. There are
+    /// no buckets then.
+    pub(super) reductions: Vec<Vec<Operation>>,
     /// The windows in which holders send each other the shards that they have updated.
     pub(super) gathers: Vec<Operation>,
     /// Bytes of a token table that the last part has too.
@@ -132,7 +138,7 @@ impl PartFacts {
         let divided = Division::of(plan);
         let stage = divided.counted_stage((model, layers), at, &device)?;
         let apart = ApartParams::of(plan, &stage, at.data);
-        let shards = zero::shards(plan, stage.layout())?;
+        let shards = zero::shards(plan, &stage)?;
         let cut = AverageConfig { apart: apart::ranges(&apart), ..plan.outermost().averages() };
         let all = averages::holders(plan, schedule.placement(), (part, at.tensor));
         let of_apart: Vec<Vec<Rank>> = apart.iter().map(|apart| apart.holders(plan, &all)).collect();
@@ -167,14 +173,17 @@ impl PartFacts {
             *count += 1;
             buckets.push(BucketFacts { key, exchanges, ready_after });
         }
+        let among = |windows: Vec<Operation>| windows.into_iter().map(|op| op.among(&all)).collect();
+        let divided = shards.as_ref().filter(|_| plan.divides_gradients());
+        let of_range = |range| divided.map(|shards| among(zero::reductions(plan, shards, range)));
+        if divided.is_some() {
+            buckets.clear();
+        }
         Ok(Self {
             elements: stage.layout().len() as u64,
             buckets,
-            gathers: shards
-                .iter()
-                .flat_map(|shards| zero::gathers(plan, shards))
-                .map(|op| op.among(&all))
-                .collect(),
+            reductions: ranges.iter().filter_map(of_range).collect(),
+            gathers: among(shards.iter().flat_map(|shards| zero::gathers(plan, shards)).collect()),
             ranges: ranges.iter().map(|range| range.len() as u64).collect(),
             shared_table: stage.shared_table_bytes(),
             layers: LayerExchanges::of(plan, model, schedule, (part as usize, at))?,
@@ -260,6 +269,10 @@ impl<'a> Operations<'a> {
                 let mut buckets = parts[part as usize].buckets.iter();
                 let found = buckets.find(|facts| facts.key == bucket);
                 found.expect("a bucket of the part").exchanges[exchange].clone()
+            }
+            Key::Gradients { stage, tensor, range, window, .. } => {
+                let part = schedule.placement().part(stage) as usize;
+                self.parts[0][tensor as usize][part].reductions[range][window].clone()
             }
             Key::Shards { part, tensor, window } => {
                 self.parts[0][tensor as usize][part as usize].gathers[window].clone()

@@ -53,6 +53,8 @@ struct PartState {
     average: Average,
     /// Number of updates whose averages have been waited for.
     updates: u32,
+    /// Numbers of the operations that sum its gradients into shards, on their way.
+    leaving: VecDeque<usize>,
     /// Numbers of the operations that sum the token table's gradients, for updates that wait for them.
     due: VecDeque<usize>,
 }
@@ -259,7 +261,8 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
     fn backward(&mut self, action: Action, took: Nanos, whole: bool) -> Result<()> {
         let stage = action.stage;
         let ranges = self.facts(stage).ranges.len();
-        if self.state(stage).average != Average::Open {
+        let divided = !self.facts(stage).reductions.is_empty();
+        if self.state(stage).average != Average::Open && !divided {
             self.compute(took);
             if !whole {
                 return self.exchange_layers(action, LayerPass::Weight);
@@ -278,11 +281,30 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
             for bucket in (0..ready_after.len()).filter(|&bucket| ready_after[bucket] == range) {
                 self.begin_bucket(stage, bucket, 0)?;
             }
+            if divided {
+                self.scatter(action, range)?;
+            }
         }
         if whole {
             self.exchange_layers(action, LayerPass::Backward(ranges))?;
         }
         self.state(stage).average = Average::Started;
+        Ok(())
+    }
+
+    /// Starts to sum a range of a microbatch's gradients into the shards, in its windows.
+    fn scatter(&mut self, action: Action, range: usize) -> Result<()> {
+        let Action { stage, microbatch, .. } = action;
+        let tensor = self.operations.plan.at(self.rank).tensor;
+        for window in 0..self.facts(stage).reductions[range].len() {
+            let leaving = &mut self.state(stage).leaving;
+            let is_full = leaving.len() == Shards::IN_FLIGHT;
+            if let Some(oldest) = leaving.pop_front_if(|_| is_full) {
+                self.complete(oldest);
+            }
+            let number = self.begin(Key::Gradients { stage, tensor, microbatch, range, window })?;
+            self.state(stage).leaving.push_back(number);
+        }
         Ok(())
     }
 
@@ -392,6 +414,9 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
     /// Waits for all averages of a part.
     fn finish_averages(&mut self, stage: StageId) -> Result<()> {
         self.begin_averages(stage)?;
+        for number in std::mem::take(&mut self.state(stage).leaving) {
+            self.complete(number);
+        }
         let exchanges: Vec<usize> = self.buckets(stage).iter().map(|bucket| bucket.exchanges.len()).collect();
         // Averages of several exchanges continue in the order of buckets, as in `Average`.
         for exchange in 0..exchanges.iter().copied().max().unwrap_or(0) {

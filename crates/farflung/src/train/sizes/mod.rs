@@ -23,7 +23,7 @@ use super::job::shape;
 use crate::config::choice::StatePlace;
 use crate::{Error, LaunchEnv, Result, TrainConfig, threads};
 use available::{Available, available};
-pub(super) use buckets::{averaging, sharing};
+pub(super) use buckets::{averaging, scattering, sharing};
 use need::{MemoryNeed, RankGroup, size};
 use order::Pipeline;
 

@@ -257,7 +257,7 @@ fn measured(model: &ModelSpec, keeping: ActivationPolicy) -> usize {
     let ids: Vec<u32> = (0..4 * 64).map(|i| i % 50).collect();
     let (x, y) = (stage.tokens(&ids, 64).unwrap(), stage.tokens(&ids, 64).unwrap());
     let (_, saved) = stage.forward(&params, Input::Tokens(x), Some(Targets::all(&y, 1.0))).unwrap();
-    let mut grads = Grads { flat: &mut grads, accumulate: false };
+    let mut grads = Grads::flat(&mut grads, false);
     stage.backward(&params, saved, None, &mut grads, |_, _| {}).unwrap();
     cpu.memory().1 - before
 }
@@ -278,7 +278,7 @@ fn activations_are_what_a_device_allocates() {
         let ids: Vec<u32> = (0..4 * 64).collect();
         let (x, y) = (stage.tokens(&ids, 64).unwrap(), stage.tokens(&ids, 64).unwrap());
         let (_, saved) = stage.forward(&params, Input::Tokens(x), Some(Targets::all(&y, 1.0))).unwrap();
-        let mut grads = Grads { flat: &mut grads, accumulate: false };
+        let mut grads = Grads::flat(&mut grads, false);
         stage.backward(&params, saved, None, &mut grads, |_, _| {}).unwrap();
         let measured = (cpu.memory().1 - before) as f64;
         let recompute = if recompute == 0 { Recompute::None } else { Recompute::Layers(recompute as u32) };

@@ -1,14 +1,13 @@
 //! Construction of a trainer: the parts, communicators and samplers of one rank, made from the job's plan.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
 
 use farflung_base::{Axis, Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncSettings, Synchroniser};
 use farflung_optim::transform::SyncSchedule;
-use farflung_optim::{AverageConfig, Chain, Shards};
+use farflung_optim::{AverageConfig, Chain, Shard, Shards};
 use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights};
 use farflung_parallel::step::{Moment, StepOp, Vote};
 use farflung_parallel::{Coordinates, ParallelError};
@@ -177,25 +176,26 @@ impl Trainer {
     }
 }
 
-/// Checks that the ranks that divide layers run the same list: they wait for each other in each of these
-/// layers.
+/// Checks that ranks that meet in each microbatch run the same list: those that divide layers, and all replicas
+/// if each keeps a shard of the gradients.
 ///
 /// Errors: [`ParallelError::Plan`], if the order of work depends on the speed of machines, or on arrivals.
 fn check_orders(job: &Job, own: &ReplicaSchedule, replica: u32) -> Result<()> {
     let plan = &job.plan;
-    if !Division::of(plan).exchanges() {
+    if !Division::of(plan).exchanges() && !plan.divides_gradients() {
         return Ok(());
     }
     let mut equal = own.arrivals.is_none();
-    let together = plan.expert_group(replica).chain(plan.readers_of(replica));
+    let all = if plan.divides_gradients() { 0..plan.replicas() } else { 0..0 };
+    let together = plan.expert_group(replica).chain(plan.readers_of(replica)).chain(all);
     for other in together.filter(|&other| other != replica) {
         equal &= ReplicaSchedule::new(job, other)?.schedule.order() == own.schedule.order();
     }
     if equal {
         return Ok(());
     }
-    let expected = "one with the same order of work for all ranks that divide layers, experts or sequences, \
-                    whatever their speed: they run each microbatch together";
+    let expected = "one with the same order of work for all ranks that divide layers, experts, sequences or \
+                    gradients, whatever their speed: they run each microbatch together";
     let (field, value) = ("pipeline.schedule".to_owned(), plan.pipeline.schedule.to_string());
     Err(ParallelError::Plan { field, value, expected: expected.to_owned() }.into())
 }
@@ -244,13 +244,13 @@ fn build_part(
     if job.config.deterministic {
         repeat::check(&model, &params, job.plan.batch as usize)?;
     }
-    let shards = zero::shards(&job.plan, model.layout())?;
-    let shard = shards.as_ref().map_or(0..model.layout().len(), |shards| shards.of(replica as usize));
+    let shards = zero::shards(&job.plan, &model)?;
+    let shard = zero::own_shard(&job.plan, &model, at)?;
     let every = job.plan.outermost().every.into();
     let BuiltChain { chain, disk } =
         chain(&own_steps(job, replica), device, (&model, shard), (updates, every))?;
     let sync = match holders.all {
-        Some(group) if !model.layout().is_empty() => {
+        Some(group) if !model.layout().is_empty() && !job.plan.divides_gradients() => {
             let level = job.plan.outermost();
             let rounds = if job.averages_each_step() { updates } else { 1 };
             let rounds_of = |steps: u64| (steps * rounds).div_ceil(u64::from(level.every).max(1));
@@ -286,6 +286,7 @@ fn build_part(
         keeps: job.keeps_work(),
         disk,
         shards: holders.all.zip(shards).map(|(all, shards)| PartShards::new(shards, all.clone(), &job.plan)),
+        divides_gradients: job.plan.divides_gradients(),
     })
 }
 
@@ -405,7 +406,7 @@ pub(in crate::train) struct BuiltChain {
 pub(in crate::train) fn chain(
     config: &RunSettings,
     device: &Device,
-    (stage, shard): (&Stage, Range<usize>),
+    (stage, shard): (&Stage, Shard),
     (updates, every): (u64, u64),
 ) -> Result<BuiltChain> {
     let local = config.optimizer.chain(config.local(config.schedule(updates)?, updates, every));

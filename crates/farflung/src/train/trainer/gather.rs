@@ -56,7 +56,9 @@ impl Trainer {
     /// replica. A collective: all ranks must call it.
     pub fn gather_grads(&mut self) -> Result<Option<Tensor>> {
         self.executor.parts.values_mut().try_for_each(Part::gather_gradients)?;
-        self.gather(|part| &part.grads)
+        let whole = self.gather(|part| &part.grads)?;
+        self.executor.parts.values_mut().try_for_each(Part::keep_own_gradients)?;
+        Ok(whole)
     }
 
     /// Gathers one flat buffer of each part. No rank returns before all are gathered.

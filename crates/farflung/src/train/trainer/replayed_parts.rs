@@ -66,7 +66,7 @@ impl ReplayedParts {
             let stage = Stage::new(&job.model, layers.clone(), device)?;
             let (mut params, grads) = (stage.zeros()?, stage.zeros()?);
             let (whole, every) = (0..stage.layout().len(), job.plan.outermost().every.into());
-            let mut chain = chain(&job.config, device, (&stage, whole), (1, every))?.chain;
+            let mut chain = chain(&job.config, device, (&stage, whole.into()), (1, every))?.chain;
             let mut sync = None;
             if !each_step && !stage.layout().is_empty() {
                 sync = Some(replayed_method((job, alone), device, &stage, &params)?);

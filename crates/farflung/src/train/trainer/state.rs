@@ -179,7 +179,7 @@ impl Trainer {
             // If the checkpoint was written under another division of the model, state that differs between
             // replicas and exchanges in flight cannot be assigned to ranks. Only the shared state is restored
             // then.
-            let (alike, whole) = (from.residuals != Residuals::None, 0..layout.len());
+            let (alike, whole) = (from.residuals != Residuals::None, (0..layout.len()).into());
             let shared: Vec<String> = sync.states().into_iter().map(|(name, _)| name.to_owned()).collect();
             let state = |name: &str| {
                 let known = alike || shared.iter().any(|shared| shared == name);
@@ -231,7 +231,7 @@ fn restore_chain(part: &mut Part, layout: &ParamLayout, from: &mut Source, updat
         return Ok(());
     }
     let names: Vec<String> = part.chain.states().map(|(name, _)| name.to_owned()).collect();
-    let shard = part.chain.shard();
+    let shard = part.chain.shard().clone();
     let states: BTreeMap<String, Vec<f32>> = names
         .into_iter()
         .filter_map(|name| {

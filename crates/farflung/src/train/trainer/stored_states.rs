@@ -90,11 +90,11 @@ impl Trainer {
         for part in self.executor.parts.values_mut() {
             let Some(disk) = part.disk.clone() else { continue };
             disk.start(Some(step))?;
-            let shard = part.chain.shard();
             for piece in part.chain.pieces() {
-                let own = piece.start - shard.start..piece.end - shard.start;
-                let values = disk.read(disk.names().len(), own)?;
-                part.params.view_mut().part(piece.start, piece.len())?.write(&values)?;
+                for held in part.chain.shard().within(piece) {
+                    let values = disk.read(disk.names().len(), held.own())?;
+                    part.params.view_mut().part(held.flat.start, held.flat.len())?.write(&values)?;
+                }
             }
             part.chain.resume_at(updates);
         }
@@ -145,7 +145,7 @@ impl Trainer {
             disk.fill((self.step, bytes.clone()), &part.params, |array, range, values| {
                 let kind = StateKind::Optimizer(disk.names()[array].clone()).name();
                 let found = from
-                    .flat(&kind, layout, &range)
+                    .flat(&kind, layout, &range.into())
                     .ok_or_else(|| Error::Message { message: kind, problem: "is not in the checkpoint" })?;
                 values.copy_from_slice(&found);
                 Ok(())

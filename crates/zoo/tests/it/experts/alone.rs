@@ -138,7 +138,7 @@ pub(crate) fn switch_layer(folder: &Path) -> Outcome<Vec<(String, f64)>> {
     let dx = mixture.layer.backward_input(&cx, &mut saved, &tensor(&dy)?)?;
     all.push(("gradient of x".to_owned(), off(&dx.to_vec::<f32>()?, &expected("grad.x")?.1)));
     let mut flat = mixture.cpu.tensor(&vec![f32::NAN; mixture.layout.len()], mixture.layout.len())?;
-    let mut grads = Grads { flat: &mut flat, accumulate: false };
+    let mut grads = Grads::flat(&mut flat, false);
     mixture.layer.backward_weight(&cx, &saved, &tensor(&x)?, &mut grads)?;
     let flat = flat.to_vec::<f32>()?;
     for param in mixture.layout.params() {

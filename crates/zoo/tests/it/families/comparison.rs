@@ -308,7 +308,7 @@ fn step(parts: &[(Stage, Tensor)], batch: &Batch) -> Outcome<(f64, Vec<Tensor>)>
     let (mut grads, mut dy) = (Vec::new(), None);
     for ((stage, params), saved) in parts.iter().zip(kept).rev() {
         let mut flat = stage.zeros()?;
-        let into = &mut Grads { flat: &mut flat, accumulate: false };
+        let into = &mut Grads::flat(&mut flat, false);
         dy = stage.backward(params, saved, dy, into, |_, _| {})?;
         grads.insert(0, flat);
     }

@@ -1,0 +1,70 @@
+//! The gradients of a part of which each holder keeps a shard alone (`--zero 2`): those of a microbatch exist
+//! in whole for one unit at a time, and leave to their owners.
+
+use std::ops::Range;
+
+use farflung_optim::{ShardReduction, global_norm};
+use farflung_tensor::Tensor;
+use farflung_zoo::Stage;
+use farflung_zoo::layer::{Grads, UnitGrads};
+
+use super::zero::PartShards;
+use crate::Result;
+
+/// How the gradients of a part reach their owners. The sums of this rank's shard are not in it.
+#[derive(Debug)]
+pub(super) struct DividedGradients {
+    units: UnitGrads,
+    /// `None` on a device that only counts.
+    reduction: Option<ShardReduction>,
+    /// Whether all gradients of this rank's microbatches of the step were finite.
+    is_sound: bool,
+}
+
+impl DividedGradients {
+    /// Returns those of a part with these shards; without any on a device that only counts.
+    pub(super) fn new(stage: &Stage, shards: Option<&PartShards>) -> Self {
+        Self { units: stage.unit_grads(), reduction: shards.map(PartShards::reduction), is_sound: true }
+    }
+
+    /// Drops what is left of a step.
+    pub(super) fn begin(&mut self) {
+        self.units.clear();
+        self.is_sound = true;
+        if let Some(reduction) = &mut self.reduction {
+            reduction.clear();
+        }
+    }
+
+    pub(super) const fn is_sound(&self) -> bool {
+        self.is_sound
+    }
+
+    /// Returns where a backward pass writes, and what takes each unit away. The sums go to `own`, this rank's
+    /// shard: they are added to what it has if `adds`.
+    pub(super) fn split<'a>(&'a mut self, own: &'a mut Tensor, adds: bool) -> (Grads<'a>, LeavingUnits<'a>) {
+        let Self { units, reduction, is_sound } = self;
+        (Grads::by_unit(units), LeavingUnits { reduction: reduction.as_mut(), own, adds, is_sound })
+    }
+
+    /// Waits for the sums on their way.
+    pub(super) fn finish(&mut self, own: &mut Tensor) -> Result<()> {
+        self.reduction.as_mut().map_or(Ok(()), |reduction| Ok(reduction.finish(own)?))
+    }
+}
+
+/// Sends each unit's gradients to their owners.
+pub(super) struct LeavingUnits<'a> {
+    reduction: Option<&'a mut ShardReduction>,
+    own: &'a mut Tensor,
+    adds: bool,
+    is_sound: &'a mut bool,
+}
+
+impl LeavingUnits<'_> {
+    pub(super) fn leave(&mut self, range: Range<usize>, grads: &mut Grads<'_>) -> Result<()> {
+        let (Some(unit), Some(reduction)) = (grads.take(&range), &mut self.reduction) else { return Ok(()) };
+        *self.is_sound &= global_norm(&unit)?.is_finite();
+        Ok(reduction.start(range, &unit, self.adds, self.own)?)
+    }
+}
