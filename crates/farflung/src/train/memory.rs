@@ -170,7 +170,9 @@ fn of_rank(
         let bucket = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
         let own: u64 = executor.parts.values().map(|part| part.chain.shard().len() as u64 * F32).sum();
         let bytes = if plan.divides_gradients() {
-            scattering(averaged_bytes.into(), holders, bucket)
+            let units = executor.parts.values().flat_map(|part| part.stage.backward_ranges());
+            let largest = units.map(|unit| unit.len() as u64 * F32).max().unwrap_or(0);
+            scattering(largest.into(), holders, bucket)
         } else {
             let holders = holders.max(plan.tensor_ranks() as usize);
             let averages = averaging(&level.codec, averaged_bytes.into(), holders, bucket);

@@ -232,7 +232,7 @@ pub(super) fn check_warmup(config: &RunSettings, plan: &BoundPlan) -> Result<()>
 }
 
 /// Checks that no two parts share a token table whose gradient each holder would keep a shard of.
-pub(super) fn check_divided_table(model: &ModelSpec, plan: &BoundPlan) -> Result<()> {
+pub(super) fn check_divided_table(model: &ModelSpec, plan: &Plan) -> Result<()> {
     if !plan.divides_gradients() || plan.parts.len() == 1 || model.head != HeadSpec::Tied {
         return Ok(());
     }

@@ -98,6 +98,29 @@ fn microbatches_add_up_to_the_batch() {
     assert!((total - one.0.iter().map(|&l| f64::from(l)).sum::<f64>()).abs() < 1e-9);
 }
 
+/// A buffer for each unit, which is taken away when it is final, has the bits of one flat buffer.
+#[test]
+fn gradients_by_unit_are_those_of_a_flat_buffer() {
+    let cpu = Device::cpu(1).unwrap();
+    let whole = Stage::whole(&config(), &cpu).unwrap();
+    let p = params(&whole, 1);
+    let (x, y) = (ids(2, 0), ids(2, 5));
+    let (_, flat, ranges) = step(&whole, &p, &[(x.clone(), y.clone())], 1.0);
+    let flat = whole.layout().unpack(&flat).unwrap();
+    let mut units = whole.unit_grads();
+    let (x, y) = (whole.tokens(&x, CONTEXT).unwrap(), whole.tokens(&y, CONTEXT).unwrap());
+    let (_, saved) = whole.forward(&p, Input::Tokens(x), Some(Targets::all(&y, 1.0))).unwrap();
+    let mut taken = Vec::new();
+    let take = |range: Range<usize>, grads: &mut Grads<'_>| {
+        let unit = grads.take(&range).unwrap().to_vec::<f32>().unwrap();
+        assert!(unit == flat[range.clone()], "{range:?}");
+        assert!(grads.take(&range).is_none() && grads.as_flat().is_none());
+        taken.push(range);
+    };
+    whole.backward(&p, saved, None, &mut Grads::by_unit(&mut units), take).unwrap();
+    assert_eq!(taken, ranges);
+}
+
 #[test]
 fn the_same_bits_with_any_number_of_threads_and_no_new_memory_after_a_step() {
     let mut first: Option<(Vec<f32>, Vec<f32>)> = None;

@@ -1,4 +1,4 @@
-//! Plans that fit only if replicas divide the optimizer's state.
+//! Plans that fit only if replicas divide the optimizer's state, or gradients too.
 
 use farflung_base::{Bytes, Rank};
 use farflung_parallel::{Level, Plan};
@@ -8,6 +8,7 @@ use super::plan_request::PlanRequest;
 use super::ranking::too_small;
 use crate::Result;
 use crate::train::memory::{StepMemory, planned_memory};
+use crate::train::planned::check_divided_table;
 
 /// The unit of weights that follow memory.
 const WHOLE: f64 = 1000.0;
@@ -21,7 +22,7 @@ pub(super) struct Fitting {
 impl PlanRequest<'_> {
     /// Returns the plan if each machine has the memory for it, by a rough estimate. Unless all have plenty,
     /// also with the optimizer's state divided among the replicas, if each has what is counted then: equally,
-    /// or by memory.
+    /// or by memory. If that is not enough, with gradients divided, too.
     pub(super) fn fitting(&self, plan: &Plan) -> Result<Vec<Fitting>> {
         let mut all = Vec::new();
         if self.fits(plan, 1) {
@@ -30,19 +31,34 @@ impl PlanRequest<'_> {
         if self.fits(plan, 2) {
             return Ok(all);
         }
-        let mut equal = Plan { zero: 1, ..plan.clone() };
-        // Gradients go to their owners, whatever the algorithm: one plan for all.
-        equal.levels.iter_mut().for_each(|level| level.algorithm = Level::unless_told(&level.codec));
-        if equal.check().is_err() {
-            return Ok(all);
-        }
-        let held = planned_memory(&equal, self.model, self.cluster)?;
-        if too_small(&equal, &held, self.cluster).is_none() {
-            all.push(Fitting { plan: equal, how: ", state divided" });
-        } else if let Some(zero_weights) = self.weights_by_memory(&equal, &held)? {
-            all.push(Fitting { plan: Plan { zero_weights, ..equal }, how: ", state divided by memory" });
+        for zero in [1, 2] {
+            if let Some(fitting) = self.at_stage(plan, zero)? {
+                all.push(fitting);
+                break;
+            }
         }
         Ok(all)
+    }
+
+    /// Returns the plan at a stage of ZeRO, if each machine has the memory for it.
+    fn at_stage(&self, plan: &Plan, zero: u32) -> Result<Option<Fitting>> {
+        let mut equal = Plan { zero, ..plan.clone() };
+        // Gradients go to their owners, whatever the algorithm: one plan for all.
+        equal.levels.iter_mut().for_each(|level| level.algorithm = Level::unless_told(&level.codec));
+        if equal.check().is_err() || check_divided_table(self.model, &equal).is_err() {
+            return Ok(None);
+        }
+        let held = planned_memory(&equal, self.model, self.cluster)?;
+        let [equally, by_memory] = match zero {
+            1 => [", state divided", ", state divided by memory"],
+            _ => [", state and gradients divided", ", state and gradients divided by memory"],
+        };
+        if too_small(&equal, &held, self.cluster).is_none() {
+            return Ok(Some(Fitting { plan: equal, how: equally }));
+        }
+        let zero_weights = self.weights_by_memory(&equal, &held)?;
+        let plan = zero_weights.map(|zero_weights| Plan { zero_weights, ..equal });
+        Ok(plan.map(|plan| Fitting { plan, how: by_memory }))
     }
 
     /// Returns weights by the part of the state that the machines of each replica have memory for, where ranks
@@ -127,7 +143,7 @@ mod tests {
         assert_eq!(whole.zero, 0, "{whole}");
         let least = (0..40)
             .map(|step| rest - (step << 19))
-            .find(|&rest| found([8 * parameters + rest; 2]).is_none_or(|plan| plan.zero == 1));
+            .find(|&rest| found([8 * parameters + rest; 2]).is_none_or(|plan| plan.zero > 0));
         let least = 8 * parameters + least.unwrap();
         let divided = found([least, least]).unwrap();
         assert_eq!((divided.zero, divided.zero_weights.len()), (1, 0), "{divided}");
@@ -136,6 +152,9 @@ mod tests {
         assert_eq!(uneven.zero, 1);
         let small = uneven.machines.iter().position(|name| name == "a").unwrap();
         assert!(uneven.zero_weights[small] < uneven.zero_weights[1 - small] / 2, "{uneven}");
+        // Both have memory for half of the gradients.
+        let fewer = found([least - 4 * parameters, least - 4 * parameters]).unwrap();
+        assert_eq!((fewer.zero, fewer.zero_weights.len()), (2, 0), "{fewer}");
         assert!(found([parameters, parameters]).is_none());
     }
 }
