@@ -9,6 +9,7 @@ pub mod network;
 pub mod operation;
 pub mod pending;
 pub mod philox;
+pub mod sparse;
 pub mod text_encoding;
 pub mod topology;
 pub mod unit;
@@ -18,6 +19,7 @@ pub use axis::Axis;
 pub use context::{ContextCut, ContextOrder};
 pub use id::{PeerId, Rank, StageId};
 pub use name::{Algorithm, Pattern, Precision, UnknownName};
+pub use sparse::{AttentionPattern, HeadTiles, LayerPatterns, ParsePatternError, Tile, TileLists};
 pub use topology::{AccessLink, Link, ParseLinkError, Topology};
 pub use unit::{Bandwidth, Bytes, Nanos, ParseUnitError};
 
