@@ -115,10 +115,22 @@ impl Check<'_> {
         documents.map_or(Ok(()), |documents| self.flat(documents, DType::U32, tokens))
     }
 
-    /// Checks that what a mask says of tokens is u32 and as many as `[B, T]`.
-    fn mask(&self, mask: &Mask<'_>, tokens: [usize; 2]) -> Result<()> {
+    /// Checks that what a mask says of tokens is u32 and as many as `[B, T]`, and that tiles are those of
+    /// `heads` and have the tokens with `past` others before them.
+    fn mask(&self, mask: &Mask<'_>, heads: Heads, tokens: [usize; 2], past: usize) -> Result<()> {
         self.documents(mask.documents.as_ref(), tokens)?;
-        self.documents(mask.prefixes.as_ref(), tokens)
+        self.documents(mask.prefixes.as_ref(), tokens)?;
+        let Some(tiles) = mask.keys.tiles() else { return Ok(()) };
+        self.typed(&tiles.words(), DType::U32)?;
+        let refuse = |what, found, bound| Err(TensorError::Tiles { op: self.op, what, found, bound });
+        if tiles.heads() != heads.query {
+            return refuse("heads", tiles.heads(), heads.query);
+        }
+        let end = past.saturating_add(tokens[1]);
+        if end > tiles.tokens() {
+            return refuse("tokens", tiles.tokens(), end);
+        }
+        if mask.prefixes.is_some() { refuse("masks with prefixes", 1, 0) } else { Ok(()) }
     }
 
     /// Checks that what says where tokens are is u32 and as many as `[B, T]`. Returns the least number of
@@ -267,19 +279,19 @@ impl Op<'_> {
             }
             Self::Attention { heads, mask, qkv, y, lse } => {
                 let [b, t, _] = c.heads(y, qkv, *heads)?;
-                c.mask(mask, [b, t])?;
+                c.mask(mask, *heads, [b, t], 0)?;
                 c.flat(lse, DType::F32, [b, heads.query, t])
             }
             Self::AttentionGrad { heads, mask, qkv, y, lse, dy, d_qkv } => {
                 let [b, t, _] = c.heads(y, qkv, *heads)?;
-                c.mask(mask, [b, t])?;
+                c.mask(mask, *heads, [b, t], 0)?;
                 c.flat(lse, DType::F32, [b, heads.query, t])?;
                 c.matrix(dy, y.shape().rows(), y.shape().cols())?;
                 c.matrix(d_qkv, qkv.shape().rows(), qkv.shape().cols())
             }
             Self::AttentionCached { heads, past, mask, qkv, keys, values, y, lse } => {
                 let [b, t, d] = c.heads(y, qkv, *heads)?;
-                c.mask(mask, [b, t])?;
+                c.mask(mask, *heads, [b, t], *past)?;
                 c.caches([keys, values], [b, past.saturating_add(t), heads.kv.saturating_mul(d)])?;
                 lse.as_ref().map_or(Ok(()), |lse| c.flat(lse, DType::F32, [b, heads.query, t]))
             }
@@ -298,7 +310,7 @@ impl Op<'_> {
                 d_values,
             } => {
                 let [b, t, d] = c.heads(y, qkv, *heads)?;
-                c.mask(mask, [b, t])?;
+                c.mask(mask, *heads, [b, t], *past)?;
                 let width = heads.kv.saturating_mul(d);
                 c.caches([keys, values, d_keys, d_values], [b, past.saturating_add(t), width])?;
                 c.flat(lse, DType::F32, [b, heads.query, t])?;

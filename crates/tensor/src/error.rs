@@ -112,6 +112,18 @@ pub enum TensorError {
         /// The end of the document's tokens.
         most: usize,
     },
+    /// The tiles of a sparse attention do not fit the op.
+    #[error("{op}: the tiles of the mask: {found} {what}, expected {bound}")]
+    Tiles {
+        /// Name of the op.
+        op: &'static str,
+        /// What is counted.
+        what: &'static str,
+        /// The number found.
+        found: usize,
+        /// The number expected, or the most that there can be.
+        bound: usize,
+    },
     /// A range is beyond the end of its tensor, or of the parameters of a layout.
     #[error("{op}: range {start}..{end} is out of bounds, the length is {len}")]
     OutOfBounds {

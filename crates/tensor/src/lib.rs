@@ -13,6 +13,7 @@ mod layout;
 mod program;
 mod work;
 mod op;
+mod tile_mask;
 mod check;
 mod codec;
 mod backend;
@@ -32,8 +33,9 @@ pub use view::{View, ViewMut};
 
 // For users who write their own model or optimizer: operations, and elementwise programs that run in one pass.
 pub use backend::MatMulScratchBytes;
-pub use op::{Fuse, Gelu, Heads, KeyRanges, Mask, Norm, NormKind, Op, Rotary, TokenPositions};
+pub use op::{AttendedKeys, Fuse, Gelu, Heads, KeyRanges, Mask, Norm, NormKind, Op, Rotary, TokenPositions};
 pub use program::{Instr, Program, ProgramBuilder, Value};
+pub use tile_mask::TileMask;
 pub use work::Work;
 
 // For users who run codecs on the device.

@@ -21,7 +21,7 @@ mod cost;
 mod mask;
 mod positions;
 
-pub use self::mask::{Heads, KeyRanges, Mask};
+pub use self::mask::{AttendedKeys, Heads, KeyRanges, Mask};
 pub use self::positions::{Rotary, TokenPositions};
 use crate::{Program, View, ViewMut};
 

@@ -120,6 +120,7 @@ impl ModelProfile {
         let (along, windows);
         let context = match sequences {
             DividedSequences::ByContext(cut, rank) if cut.divides() => {
+                spec.check_context_pattern()?;
                 along = AxisShare::along_context(cut, rank)?;
                 Some((ContextPieces::new(cut, rank, spec.context)?, along.each_ref()))
             }

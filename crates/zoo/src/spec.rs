@@ -3,8 +3,10 @@
 
 mod bounds;
 mod experts;
+mod patterns;
 mod resize;
 
+use farflung_base::AttentionPattern;
 use farflung_tensor::{Heads, Norm};
 
 use crate::naming::Names;
@@ -115,8 +117,8 @@ pub struct AttentionSpec {
     pub bias: AttentionBias,
     /// Norm of each head of queries and of keys, before their rotation; without a bias.
     pub head_norm: Option<Norm>,
-    /// Number of tokens up to its own that a token attends to at most; `None` for all.
-    pub window: Option<usize>,
+    /// Which of the tokens up to its own a token attends to.
+    pub pattern: AttentionPattern,
 }
 
 /// Which matrices of an attention have biases.
@@ -242,15 +244,6 @@ impl ModelSpec {
     /// Returns the mixtures of experts, in order, each with the number of its block.
     pub fn mixtures(&self) -> impl Iterator<Item = (usize, &ExpertsSpec)> {
         self.each_block().enumerate().filter_map(|(at, block)| Some((at, block.experts.as_ref()?)))
-    }
-
-    /// Returns the different windows of the blocks' attention.
-    #[must_use]
-    pub fn windows(&self) -> Vec<Option<usize>> {
-        let mut windows: Vec<_> = self.blocks.iter().map(|run| run.block.attention.window).collect();
-        windows.sort_unstable();
-        windows.dedup();
-        windows
     }
 
     /// Returns whether gradients of a router depend on the choices in other layers

@@ -1,6 +1,6 @@
 //! What an op costs: floating-point operations and bytes of memory traffic.
 
-use super::{Fuse, Heads, KeyRanges, Mask, Op, Rotary, TokenPositions};
+use super::{AttendedKeys, Fuse, Heads, KeyRanges, Mask, Op, Rotary, TokenPositions};
 use crate::{Shape, View, ViewMut, Work};
 
 impl Op<'_> {
@@ -27,16 +27,20 @@ impl Op<'_> {
     pub fn flops(&self) -> u64 {
         let n = |v: Shape| v.len() as u128;
         let causal = |y: Shape, past: usize, mask: &Mask<'_>| {
+            let rows = n(y).checked_div(length(y) as u128).unwrap_or(0);
+            if let Some(tiles) = mask.keys.tiles() {
+                let pairs = 2 * u128::from(tiles.pairs(past..past.saturating_add(length(y))));
+                return (pairs * rows).checked_div(tiles.heads() as u128).unwrap_or(0);
+            }
             // y is [B, T, C]. Each of B sequences has T (T + 1) / 2 pairs of query and key among the new
             // tokens, and T * past pairs with the cached tokens. A window of w keys leaves out k (k + 1) / 2
             // pairs of the last k = past + T - w queries, less those of queries that are not new.
             let (t, past) = (length(y) as u128, past as u128);
-            let window = mask.window.map_or(u128::MAX, |window| window.max(1) as u128);
+            let window = mask.keys.window().map_or(u128::MAX, |window| window.max(1) as u128);
             let left_out = |end: u128| {
                 let late = end.saturating_sub(window);
                 late * (late + 1)
             };
-            let rows = n(y).checked_div(t).unwrap_or(0);
             rows * (t * (2 * past + t + 1) - (left_out(past + t) - left_out(past)))
         };
         // One product over the pairs of query and key in the ranges.
@@ -86,12 +90,23 @@ impl Op<'_> {
         let rw = |v: &ViewMut<'_>, read: bool| w(v) * (1 + u128::from(read));
         let ids = |ids: &Option<View<'_>>| ids.as_ref().map_or(0, r);
         let bounds = |ranges: &KeyRanges<'_>| r(&ranges.from) + r(&ranges.to);
-        let masks = |mask: &Mask<'_>| ids(&mask.documents) + ids(&mask.prefixes);
+        let masks = |mask: &Mask<'_>| {
+            let tiles = mask.keys.tiles().map_or(0, |tiles| r(&tiles.words()));
+            ids(&mask.documents) + ids(&mask.prefixes) + tiles
+        };
         // Bytes of cached keys (or values) that the queries of a [B, T, C] output attend to.
         let seen = |y: Shape, past: usize, heads: &Heads, mask: &Mask<'_>| {
             let batch = y.rows().checked_div(length(y)).unwrap_or(0);
             let width = y.cols() / heads.query.max(1) * heads.kv;
-            let cached = past.min(mask.window.map_or(past, |window| window.saturating_sub(1)));
+            let most = match mask.keys {
+                AttendedKeys::All => past,
+                AttendedKeys::Window(window) => window.saturating_sub(1),
+                AttendedKeys::Tiles(tiles) => {
+                    let pairs = tiles.pairs(past..past.saturating_add(length(y)));
+                    usize::try_from(pairs).unwrap_or(past)
+                }
+            };
+            let cached = past.min(most);
             (cached + length(y)) as u128 * (width * batch * size_of::<f32>()) as u128
         };
         let bytes = match self {

@@ -1,6 +1,6 @@
 //! Heads of an attention, and which keys a query attends to.
 
-use crate::View;
+use crate::{TileMask, View};
 
 /// Number of heads of an attention. `query` must be a multiple of `kv`: each head of keys and values serves
 /// `query / kv` consecutive heads of queries (grouped-query attention, Ainslie et al. 2023).
@@ -38,9 +38,48 @@ pub struct Mask<'a> {
     /// Where the prefixes of documents end: a query in one attends to all keys of the prefix, those after its
     /// own included (Dong et al. 2019, "`UniLM`"; Raffel et al. 2020, "T5", prefix language models).
     pub prefixes: Option<View<'a>>,
-    /// Number of keys up to its own, this included, that it attends to at most (Beltagy et al. 2020). `None`
-    /// for all.
-    pub window: Option<usize>,
+    /// Which of the keys up to its own it attends to.
+    pub keys: AttendedKeys<'a>,
+}
+
+/// Which of the keys of its document up to its own a query attends to.
+#[derive(Debug, Clone, Copy, Default)]
+pub enum AttendedKeys<'a> {
+    /// All.
+    #[default]
+    All,
+    /// At most so many up to its own, this included (Beltagy et al. 2020).
+    Window(usize),
+    /// The pairs of these tiles. Queries and keys are numbered from the first of their document, so that a
+    /// document has the pairs that it has alone. Documents then have no prefixes.
+    Tiles(&'a TileMask),
+}
+
+impl<'a> AttendedKeys<'a> {
+    /// Returns a window of that many keys; `None` for all.
+    #[must_use]
+    pub const fn last(window: Option<usize>) -> Self {
+        match window {
+            Some(window) => Self::Window(window),
+            None => Self::All,
+        }
+    }
+
+    /// Returns the number of keys of a window.
+    pub(crate) const fn window(self) -> Option<usize> {
+        match self {
+            Self::Window(window) => Some(window),
+            Self::All | Self::Tiles(_) => None,
+        }
+    }
+
+    /// Returns the tiles.
+    pub(crate) const fn tiles(self) -> Option<&'a TileMask> {
+        match self {
+            Self::Tiles(tiles) => Some(tiles),
+            Self::All | Self::Window(_) => None,
+        }
+    }
 }
 
 /// For each query, the range of keys that it attends to.

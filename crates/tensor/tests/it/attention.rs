@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use farflung_tensor::{Device, Heads, Mask, Op, Rotary, Tensor, TokenPositions, View};
+use farflung_tensor::{AttendedKeys, Device, Heads, Mask, Op, Rotary, Tensor, TokenPositions, View};
 
 use super::expect::{close, dot, noise, same_bits, wide};
 
@@ -116,7 +116,7 @@ pub(super) fn attention(cpu: &Device, s: Sizes, seen: Seen<'_>, qkv: &[f32], dy:
     let starts = seen.starts.map(|starts| cpu.tensor(starts, [batch, len]).unwrap());
     let ends = seen.prefixes.map(|ends| cpu.tensor(ends, [batch, len]).unwrap());
     let [documents, prefixes] = [&starts, &ends].map(|ids| ids.as_ref().map(Tensor::view));
-    let mask = Mask { documents, prefixes, window: seen.window };
+    let mask = Mask { documents, prefixes, keys: AttendedKeys::last(seen.window) };
     let [c, _, w] = s.widths();
     let qkv = cpu.tensor(qkv, [batch, len, w]).unwrap();
     let dy = cpu.tensor(dy, [batch, len, c]).unwrap();
@@ -138,7 +138,7 @@ fn in_parts(cpu: &Device, s: Sizes, seen: Seen<'_>, qkv: &[f32], dy: &[f32]) -> 
     let mask = |start: usize, new: usize| {
         let [documents, prefixes] =
             [&starts, &ends].map(|ids| ids.as_ref().map(|ids| ids.view().part(start, [1, new]).unwrap()));
-        Mask { documents, prefixes, window: seen.window }
+        Mask { documents, prefixes, keys: AttendedKeys::last(seen.window) }
     };
     let [c, kv, w] = s.widths();
     let first =
@@ -376,7 +376,7 @@ fn windows_leave_out_pairs_of_query_and_key() {
     let zeros = |width| cpu.zeros([2, 4, width]).unwrap();
     let (qkv, mut y, mut lse) = (zeros(24), zeros(8), cpu.zeros([2, 2, 4]).unwrap());
     for (window, pairs) in [(None, 10), (Some(4), 10), (Some(2), 7), (Some(1), 4)] {
-        let mask = Mask { window, ..Mask::default() };
+        let mask = Mask { keys: AttendedKeys::last(window), ..Mask::default() };
         let (heads, lse) = (Heads::equal(2), lse.view_mut());
         let op = Op::Attention { heads, mask, qkv: qkv.view(), y: y.view_mut(), lse };
         assert_eq!(op.flops(), 2 * 2 * pairs * 8 * 2, "{window:?}");
@@ -404,7 +404,7 @@ fn tokens_one_by_one_have_the_bits_of_a_whole_sequence() {
             cpu.run(Op::AttentionCached {
                 heads: s.heads,
                 past,
-                mask: Mask { window, ..Mask::default() },
+                mask: Mask { keys: AttendedKeys::last(window), ..Mask::default() },
                 qkv: all.view().part(past * w, [1, 1, w]).unwrap(),
                 keys: keys.view_mut(),
                 values: values.view_mut(),

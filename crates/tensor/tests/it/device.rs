@@ -7,8 +7,8 @@ use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use crate::key_ranges;
 use crate::parity::{cases, distance, same};
+use crate::{key_ranges, sparse};
 use farflung_tensor::{Device, Fuse, Gelu, Heads, Op, Precision, Rotary, TensorError, TokenPositions};
 
 /// Runs one test at a time: threads that wait for the same device spin, and a software device needs their
@@ -131,6 +131,15 @@ fn blocks_of_keys_are_as_on_the_cpu_where_nothing_is_seen() {
     key_ranges::without_partners(&gpu, -1e30);
     key_ranges::unseen_blocks(&gpu, -1e30);
     key_ranges::from_no_keys(&gpu);
+}
+
+#[test]
+fn sparse_attention_is_that_of_a_dense_mask() {
+    let _alone = alone();
+    let gpu = Device::wgpu(0).unwrap();
+    sparse::patterns(&gpu, &[(2, 150, 4, 2, 12), (1, 70, 3, 1, 5)], &[70]);
+    sparse::rows_without_keys(&gpu);
+    sparse::skipped_tiles(&gpu);
 }
 
 /// A ring of ranks, on the device and on the CPU.

@@ -16,6 +16,7 @@ mod pieces;
 mod positions;
 mod precision;
 mod rows;
+mod sparse;
 mod swiglu;
 
 #[cfg(feature = "wgpu")]

@@ -72,7 +72,7 @@ fn prefixes_that_do_not_fit_their_documents_are_refused() {
     let (mut keys, mut values) = (z(&cpu, &[2, 7, 4]), z(&cpu, &[2, 7, 4]));
     let mut run = |ends: &Tensor, starts: Option<&Tensor>, past: usize| {
         let (documents, prefixes) = (starts.map(Tensor::view), Some(ends.view()));
-        let mask = Mask { documents, prefixes, window: None };
+        let mask = Mask { documents, prefixes, ..Mask::default() };
         let (y_, lse_) = (y.view_mut(), lse.view_mut());
         let whole = cpu.run(Op::Attention { heads, mask, qkv: qkv.view(), y: y_, lse: lse_ });
         let (keys, values, qkv, y) = (keys.view_mut(), values.view_mut(), qkv.view(), y.view_mut());

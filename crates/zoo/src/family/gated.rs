@@ -1,6 +1,7 @@
 //! What families with RMS norms, rotary positions and gated feed-forward networks have in common: LLaMA,
 //! Mistral and Qwen name their tensors and fields alike.
 
+use farflung_base::AttentionPattern;
 use farflung_tensor::{Heads, Norm, NormKind};
 use serde_json::{Map, Value, json};
 
@@ -75,7 +76,7 @@ pub(super) struct Generation {
     /// Values per head, if that is not the width over the number of heads.
     pub(super) head_dim: Option<usize>,
     pub(super) head_norm: bool,
-    pub(super) window: Option<usize>,
+    pub(super) pattern: AttentionPattern,
 }
 
 impl Generation {
@@ -90,7 +91,7 @@ impl Generation {
             bias: AttentionBias::None,
             head_dim: None,
             head_norm: false,
-            window: None,
+            pattern: AttentionPattern::FULL,
         }
     }
 
@@ -105,7 +106,7 @@ impl Generation {
             rotary: Some(RotarySpec { width: head_dim, base: self.base, scaling: self.scaling }),
             bias: self.bias,
             head_norm: self.head_norm.then_some(norm),
-            window: self.window,
+            pattern: self.pattern,
         };
         let mlp = MlpSpec { width, activation: Activation::Silu, gated: true, bias: false };
         let norm = NormSpec { norm, bias: false };
@@ -136,7 +137,7 @@ pub(super) struct Reading {
 }
 
 /// Names of fields in a description and in `config.json`.
-const NAMES: [(&str, &str); 14] = [
+const NAMES: [(&str, &str); 13] = [
     ("layers", "num_hidden_layers"),
     ("heads", "num_attention_heads"),
     ("kv heads", "num_key_value_heads"),
@@ -150,8 +151,18 @@ const NAMES: [(&str, &str); 14] = [
     ("rotary base", "rope_theta"),
     ("rotary factor", "rope_scaling"),
     ("original context", "rope_scaling"),
-    ("window", "sliding_window"),
 ];
+
+/// Returns the pattern of a `sliding_window` of a file.
+///
+/// Errors: [`ZooError::JsonField`] if no window has so many keys.
+pub(super) fn sliding(fields: &Fields<'_>, window: Option<usize>) -> Result<AttentionPattern, ZooError> {
+    let of = |window| {
+        let pattern = AttentionPattern::windowed(window);
+        pattern.ok_or_else(|| fields.wrong("sliding_window", "1 to 16777216".to_owned()))
+    };
+    window.map_or(Ok(AttentionPattern::FULL), of)
+}
 
 /// Reads a model whose blocks are those of LLaMA with what `vary` changes.
 ///
@@ -194,7 +205,7 @@ pub(super) fn read(
         rotary: Some(rotary),
         bias: AttentionBias::None,
         head_norm: None,
-        window: None,
+        pattern: AttentionPattern::FULL,
     };
     let mlp = MlpSpec {
         width: fields.number("intermediate_size")?,

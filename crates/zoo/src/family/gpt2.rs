@@ -1,6 +1,7 @@
 //! GPT-2 and GPT-3 (Radford et al. 2019; Brown et al. 2020): learned positions, layer norms and biases, GELU in
 //! its tanh form, queries, keys and values of one matrix, a tied head.
 
+use farflung_base::AttentionPattern;
 use farflung_tensor::{Heads, Norm, NormKind};
 use serde_json::{Map, Value, json};
 
@@ -88,7 +89,7 @@ pub(super) fn shape(layers: usize, heads: usize, dim: usize, context: usize, voc
         rotary: None,
         bias: AttentionBias::All,
         head_norm: None,
-        window: None,
+        pattern: AttentionPattern::FULL,
     };
     let width = dim.saturating_mul(4);
     let mlp = MlpSpec { width, activation: Activation::GeluTanh, gated: false, bias: true };

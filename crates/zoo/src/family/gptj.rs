@@ -1,6 +1,7 @@
 //! GPT-J (Wang and Komatsuzaki 2021): attention and feed-forward network of one norm, rotary positions on part
 //! of a head, a head with a bias.
 
+use farflung_base::AttentionPattern;
 use farflung_tensor::{Heads, Norm, NormKind};
 use serde_json::{Map, Value, json};
 
@@ -82,7 +83,7 @@ fn shape(sizes: Sizes) -> ModelSpec {
         rotary: Some(RotarySpec { width: rotated, base: 10_000.0, scaling: RotaryScaling::None }),
         bias: AttentionBias::None,
         head_norm: None,
-        window: None,
+        pattern: AttentionPattern::FULL,
     };
     let width = dim.saturating_mul(4);
     let mlp = MlpSpec { width, activation: Activation::GeluTanh, gated: false, bias: true };

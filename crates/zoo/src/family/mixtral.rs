@@ -65,6 +65,7 @@ fn read(fields: &Fields<'_>) -> Result<ModelSpec, ZooError> {
     fields.one_of("router_jitter_noise", &[0.0.into(), 0.into()])?;
     let window =
         fields.get("sliding_window").is_some().then(|| fields.number("sliding_window")).transpose()?;
+    let pattern = gated::sliding(fields, window)?;
     let reading = Reading { names: &TENSORS, kv: Some(8), head_dim: None, eps: 1e-5, context: 131_072 };
     let (count, per_token) =
         (fields.number_or("num_local_experts", 8)?, fields.number_or("num_experts_per_tok", 2)?);
@@ -76,7 +77,7 @@ fn read(fields: &Fields<'_>) -> Result<ModelSpec, ZooError> {
     let names = [("experts", "num_local_experts"), ("experts per token", "num_experts_per_tok"), balance, z];
     gated::read(fields, reading, |spec| {
         for run in &mut spec.blocks {
-            run.block.attention.window = window;
+            run.block.attention.pattern = pattern;
             run.block.experts = Some(experts);
         }
         fields.checked(spec.validate(), &names)
@@ -86,7 +87,7 @@ fn read(fields: &Fields<'_>) -> Result<ModelSpec, ZooError> {
 fn write(spec: &ModelSpec) -> Map<String, Value> {
     let mut all = gated::write(spec, "MixtralForCausalLM");
     let block = spec.blocks.first().map(|run| run.block);
-    all.insert("sliding_window".to_owned(), block.and_then(|block| block.attention.window).into());
+    all.insert("sliding_window".to_owned(), block.and_then(|block| block.attention.pattern.window()).into());
     if let Some(experts) = block.and_then(|block| block.experts) {
         all.insert("num_experts_per_tok".to_owned(), experts.per_token.into());
         all.insert("num_local_experts".to_owned(), experts.count.into());

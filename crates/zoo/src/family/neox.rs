@@ -2,6 +2,7 @@
 //! each other, each with its norm, rotary positions on part of a head, a fused matrix that has a head's query,
 //! key and value side by side.
 
+use farflung_base::AttentionPattern;
 use farflung_tensor::{Heads, Norm, NormKind};
 use serde_json::{Map, Value, json};
 
@@ -87,7 +88,7 @@ fn shape(layers: usize, heads: usize, dim: usize, vocab: usize, activation: Acti
         rotary: Some(RotarySpec { width, base: 10_000.0, scaling: RotaryScaling::None }),
         bias: AttentionBias::All,
         head_norm: None,
-        window: None,
+        pattern: AttentionPattern::FULL,
     };
     let mlp = MlpSpec { width: dim.saturating_mul(4), activation, gated: false, bias: true };
     let block = BlockSpec { norm, residual: Residual::Parallel, attention, mlp, experts: None };

@@ -1,6 +1,7 @@
 //! Qwen 2, 2.5 and 3 (Yang et al. 2024, 2025): LLaMA's shape; the second has biases of queries, keys and
 //! values, the third a norm of each head of queries and keys instead.
 
+use farflung_base::AttentionPattern;
 use farflung_tensor::Norm;
 use serde_json::{Map, Value};
 
@@ -84,17 +85,18 @@ fn read(fields: &Fields<'_>, names: &'static Names, head_dim: Option<usize>) -> 
     } else {
         None
     };
+    let (first, window) = window.unzip();
+    let sliding = gated::sliding(fields, window)?;
     let reading = Reading { names, kv: Some(32), head_dim, eps: 1e-6, context: 32768 };
     let spec = gated::read(fields, reading, |spec| {
         let Some(Run { count, mut block }) = spec.blocks.pop() else { return Ok(()) };
         block.attention.bias = bias;
         let Norm { kind, eps } = block.norm.norm;
         block.attention.head_norm = is_third.then_some(Norm { kind, eps });
-        let (first, window) = window.unzip();
         let whole = first.unwrap_or(count).min(count);
-        let runs = [(whole, None), (count - whole, window)];
-        spec.blocks.extend(runs.into_iter().filter(|(count, _)| *count > 0).map(|(count, window)| {
-            block.attention.window = window;
+        let runs = [(whole, AttentionPattern::FULL), (count - whole, sliding)];
+        spec.blocks.extend(runs.into_iter().filter(|(count, _)| *count > 0).map(|(count, pattern)| {
+            block.attention.pattern = pattern;
             Run { count, block }
         }));
         Ok(())
@@ -107,7 +109,7 @@ fn read(fields: &Fields<'_>, names: &'static Names, head_dim: Option<usize>) -> 
 fn check_layer_types(fields: &Fields<'_>, spec: &ModelSpec) -> Result<(), ZooError> {
     let Some(found) = fields.get("layer_types") else { return Ok(()) };
     let of = |window: Option<usize>| if window.is_some() { "sliding_attention" } else { "full_attention" };
-    let expected: Vec<&str> = spec.each_block().map(|block| of(block.attention.window)).collect();
+    let expected: Vec<&str> = spec.each_block().map(|block| of(block.attention.pattern.window())).collect();
     if found
         .as_array()
         .is_some_and(|found| found.iter().map(Value::as_str).eq(expected.iter().map(|&t| Some(t))))
@@ -120,8 +122,8 @@ fn check_layer_types(fields: &Fields<'_>, spec: &ModelSpec) -> Result<(), ZooErr
 
 fn write(spec: &ModelSpec, architecture: &str) -> Map<String, Value> {
     let mut json = gated::write(spec, architecture);
-    let window = spec.each_block().find_map(|block| block.attention.window);
-    let first = spec.each_block().take_while(|block| block.attention.window.is_none()).count();
+    let window = spec.each_block().find_map(|block| block.attention.pattern.window());
+    let first = spec.each_block().take_while(|block| block.attention.pattern.window().is_none()).count();
     let bias = spec.each_block().any(|block| block.attention.bias == AttentionBias::All);
     for (field, value) in [
         ("attention_bias", Value::from(bias)),

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use farflung_tensor::{Heads, Op, Rotary, Tensor};
+use farflung_tensor::{AttendedKeys, Heads, Op, Rotary, Tensor, TileMask};
 
 use super::builder::Builder;
 use super::context::{Attended, DividedAttention};
@@ -24,6 +24,8 @@ pub struct Attention {
     out: Linear,
     rotary: Option<Arc<Tensor>>,
     window: Option<usize>,
+    /// The tiles of a pattern with which the keys of a query are not one range. `None` without a device.
+    tiles: Option<Arc<TileMask>>,
 }
 
 /// The matrices that make queries, keys and values.
@@ -95,7 +97,7 @@ impl Later<'_> {
 
 impl Attention {
     pub(super) fn new(builder: &mut Builder, dim: usize, spec: &AttentionSpec) -> Result<Self> {
-        let AttentionSpec { heads, head_dim, bias, window, .. } = *spec;
+        let AttentionSpec { heads, head_dim, bias, pattern, .. } = *spec;
         let (queries, keys) = (heads.query * head_dim, heads.kv * head_dim);
         // Ranks divide key-value heads, each with its query heads.
         let linear = |builder: &mut Builder, slot, side, sections: &[usize], columns| {
@@ -129,10 +131,12 @@ impl Attention {
             [Slot::QueryNorm, Slot::KeyNorm].map(|slot| NormLayer::new(builder, slot, head_dim, &norm))
         });
         let out = linear(builder, Slot::AttentionOut, Side::Inputs, &[queries], plain);
-        let own = builder.units(heads.kv).len();
-        let heads = Heads { query: heads.query / heads.kv * own, kv: own };
+        let (own, group) = (builder.units(heads.kv), heads.query / heads.kv);
+        let of_queries = own.start as u32 * group as u32..own.end as u32 * group as u32;
+        let tiles = builder.tiles(pattern, of_queries)?;
+        let heads = Heads { query: group * own.len(), kv: own.len() };
         let rotary = spec.rotary.map(|rotary| builder.rotary(&rotary)).transpose()?.flatten();
-        Ok(Self { heads, head_dim, inputs, head_norms, out, rotary, window })
+        Ok(Self { heads, head_dim, inputs, head_norms, out, rotary, window: pattern.window(), tiles })
     }
 
     /// Returns the width of a token's keys, and of its values.
@@ -182,6 +186,10 @@ impl Attention {
         }
     }
 
+    fn attended_keys(&self) -> AttendedKeys<'_> {
+        self.tiles.as_deref().map_or(AttendedKeys::last(self.window), AttendedKeys::Tiles)
+    }
+
     /// Puts queries, keys and values side by side.
     fn join(&self, cx: &StageContext<'_>, parts: &[Tensor; 3], rotary: Option<Rotary<'_>>) -> Result<Tensor> {
         cx.join_heads(parts, (self.heads, self.head_dim), rotary)
@@ -224,7 +232,7 @@ impl Attention {
                 let (qkv, y, lse_) = (qkv.view(), attended.view_mut(), lse.view_mut());
                 cx.device.run(Op::Attention {
                     heads,
-                    mask: cx.borders.mask(self.window),
+                    mask: cx.borders.mask(self.attended_keys()),
                     qkv,
                     y,
                     lse: lse_,
@@ -236,7 +244,7 @@ impl Attention {
                 cx.device.run(Op::AttentionCached {
                     heads,
                     past: *past,
-                    mask: cx.borders.mask(self.window),
+                    mask: cx.borders.mask(self.attended_keys()),
                     qkv: qkv.view(),
                     keys: seen.keys.view_mut(),
                     values: seen.values.view_mut(),
@@ -283,13 +291,13 @@ impl Attention {
         let (qkv, y, lse, dy) = (qkv.view(), y.view(), lse.view(), d_attended.view());
         match later {
             Later::Nothing => {
-                let (mask, d_qkv) = (cx.borders.mask(self.window), d_qkv.view_mut());
+                let (mask, d_qkv) = (cx.borders.mask(self.attended_keys()), d_qkv.view_mut());
                 cx.device.run(Op::AttentionGrad { heads, mask, qkv, y, lse, dy, d_qkv })?;
             }
             Later::Slices { past, seen, gradients } => cx.device.run(Op::AttentionCachedGrad {
                 heads,
                 past: *past,
-                mask: cx.borders.mask(self.window),
+                mask: cx.borders.mask(self.attended_keys()),
                 qkv,
                 keys: seen.keys.view(),
                 values: seen.values.view(),

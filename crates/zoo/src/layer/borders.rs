@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use farflung_tensor::{Mask, Tensor, View};
+use farflung_tensor::{AttendedKeys, Mask, Tensor, View};
 
 use super::context::ContextBorders;
 
@@ -29,8 +29,8 @@ impl Borders {
         self.documents.as_ref().map(Tensor::view)
     }
 
-    /// Returns which keys a query attends to, as ops take it.
-    pub(crate) fn mask(&self, window: Option<usize>) -> Mask<'_> {
-        Mask { documents: self.documents(), prefixes: self.prefixes.as_ref().map(Tensor::view), window }
+    /// Returns which keys a query attends to, as ops take it: `keys` are those of a document.
+    pub(crate) fn mask<'a>(&'a self, keys: AttendedKeys<'a>) -> Mask<'a> {
+        Mask { documents: self.documents(), prefixes: self.prefixes.as_ref().map(Tensor::view), keys }
     }
 }

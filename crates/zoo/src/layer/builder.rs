@@ -1,9 +1,10 @@
 //! Makes the layers of a model in order and collects their tensors.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use farflung_base::Axis;
-use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
+use farflung_base::{AttentionPattern, Axis, TileLists};
+use farflung_tensor::{Device, ParamLayout, Shape, Tensor, TileMask};
 
 use super::rotary;
 use super::vocabulary::VocabularyPiece;
@@ -44,8 +45,19 @@ pub struct Builder {
     specs: Vec<(usize, TensorSpec)>,
     /// Rotation angles for which tables were made.
     tables: Vec<(RotarySpec, Arc<Tensor>)>,
+    /// Heads for which tiles were made.
+    tiles: Vec<(TiledHeads, Arc<TileMask>)>,
     /// Where tables are made; without a device, there are none.
     device: Option<Device>,
+}
+
+/// Heads of queries of a layer that have a pattern.
+#[derive(Debug, PartialEq, Eq)]
+struct TiledHeads {
+    pattern: AttentionPattern,
+    /// 0 if all layers have the same keys.
+    layer: u32,
+    heads: Range<u32>,
 }
 
 /// The layers of a stage.
@@ -70,6 +82,7 @@ impl Builder {
             wanted: true,
             specs: Vec::new(),
             tables: Vec::new(),
+            tiles: Vec::new(),
             device: None,
         }
     }
@@ -87,7 +100,7 @@ impl Builder {
     }
 
     /// Returns which of `count` experts each rank has, and this rank's number among them.
-    pub(super) fn expert_ranges(&self, count: usize) -> (Vec<std::ops::Range<usize>>, usize) {
+    pub(super) fn expert_ranges(&self, count: usize) -> (Vec<Range<usize>>, usize) {
         (self.experts.all().map(|rank| rank.of(count)).collect(), self.experts.rank())
     }
 
@@ -106,7 +119,7 @@ impl Builder {
     }
 
     /// Returns which of `units` units of a layer the rank has.
-    pub(super) fn units(&self, units: usize) -> std::ops::Range<usize> {
+    pub(super) fn units(&self, units: usize) -> Range<usize> {
         self.share.of(units)
     }
 
@@ -187,6 +200,27 @@ impl Builder {
         let table = Arc::new(device.tensor(&values, [self.spec.context, rotary.width])?);
         self.tables.push((*rotary, Arc::clone(&table)));
         Ok(Some(table))
+    }
+
+    /// Returns the tiles of a pattern for some heads of the block, of sequences of a model's context. `None`
+    /// without a device, and if the keys of each query are one range.
+    pub(super) fn tiles(
+        &mut self,
+        pattern: AttentionPattern,
+        heads: Range<u32>,
+    ) -> Result<Option<Arc<TileMask>>> {
+        let Some(device) = self.device.as_ref().filter(|_| self.wanted && !pattern.is_one_range()) else {
+            return Ok(None);
+        };
+        let layer = self.block.filter(|_| pattern.differs_by_layer()).unwrap_or(0) as u32;
+        let of = TiledHeads { pattern, layer, heads: heads.clone() };
+        if let Some((_, tiles)) = self.tiles.iter().find(|(known, _)| *known == of) {
+            return Ok(Some(Arc::clone(tiles)));
+        }
+        let lists = TileLists::new(pattern, layer, heads, self.spec.context, TileMask::TILE);
+        let tiles = Arc::new(TileMask::new(device, &lists)?);
+        self.tiles.push((of, Arc::clone(&tiles)));
+        Ok(Some(tiles))
     }
 
     /// Makes one layer by itself. A tied head has no table then.

@@ -12,6 +12,8 @@ const HEADS: usize = 1 << 14;
 const DIM: usize = 1 << 18;
 const MLP_WIDTH: usize = 1 << 20;
 const CONTEXT: usize = 1 << 24;
+/// Most tokens of a context with tiles, of which there may be as many as the square of it over 8192.
+const TILED_CONTEXT: usize = 1 << 18;
 const VOCAB: usize = 1 << 24;
 const EXPERTS: usize = 1 << 12;
 
@@ -51,6 +53,9 @@ impl ModelSpec {
         for run in &self.blocks {
             ensure(run.count > 0, "layers", run.count, "runs of at least one block")?;
             run.block.validate()?;
+            let is_small = self.context <= TILED_CONTEXT || run.block.attention.pattern.is_one_range();
+            let expected = "at most 262144 with a pattern of attention other than full and a window";
+            ensure(is_small, "context", self.context, expected)?;
             let rotates = run.block.attention.rotary.is_some();
             let told = rotates != (self.positions == Positions::Learned);
             ensure(told, "positions", 0, "either a table of positions or a rotation in each block")?;
@@ -122,9 +127,6 @@ impl BlockSpec {
         if let Some(norm) = attention.head_norm {
             NormSpec { norm, bias: false }.validate()?;
             ensure(!attention.fused, "head norm", 1, "separate matrices of queries and keys")?;
-        }
-        if let Some(window) = attention.window {
-            within("window", window, CONTEXT, "1 to 16777216")?;
         }
         within("mlp width", self.mlp.width, MLP_WIDTH, "1 to 1048576")?;
         if let Some(experts) = &self.experts {

@@ -32,7 +32,8 @@ impl Stage {
     /// of sequences, and tokens that are generated, are not divided.
     ///
     /// Errors: [`ZooError::Config`] if ranks would have unequal numbers of positions or of heads, the model has
-    /// experts, or the exchange is that of another rank.
+    /// experts or an attention whose keys are not one range for each query, or the exchange is that of another
+    /// rank.
     pub fn divide_context(&mut self, cut: ContextCut, rank: u32) -> Result<(), ZooError> {
         let refuse = |field, value, expected| Err(ZooError::Config { field, value, expected });
         let pieces = ContextPieces::new(cut, rank, self.spec.context)?;
@@ -50,6 +51,7 @@ impl Stage {
             let expected = "none with sequences that ranks divide: a router takes all tokens of a sequence";
             return refuse("experts", self.spec.mixtures().count(), expected);
         }
+        self.spec.check_context_pattern()?;
         let members = cut.ulysses as usize;
         for run in &self.spec.blocks {
             let heads = self.share.of(run.block.attention.heads.kv).len();

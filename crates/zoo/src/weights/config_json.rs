@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use farflung_base::LayerPatterns;
 use serde_json::{Map, Value};
 
 use super::dtype::Dtype;
@@ -42,8 +43,22 @@ pub(super) fn config_of(path: &Path, json: &Map<String, Value>) -> Result<ModelS
     fields.unsupported("quantization_config", "null: quantized weights are not read")?;
     fields.one_of("add_cross_attention", &[false.into()])?;
     fields.one_of("is_encoder_decoder", &[false.into()])?;
-    (family.read)(&fields)
+    let spec = (family.read)(&fields)?;
+    let Some(patterns) = fields.get(PATTERNS) else { return Ok(spec) };
+    let parsed = patterns.as_str().map(str::parse::<LayerPatterns>);
+    match parsed {
+        Some(Ok(patterns)) => {
+            let spec = spec.with_patterns(&patterns);
+            fields.checked(spec.validate(), &[("context", PATTERNS)])?;
+            Ok(spec)
+        }
+        Some(Err(error)) => Err(fields.wrong(PATTERNS, error.expected.to_owned())),
+        None => Err(fields.wrong(PATTERNS, "text, such as \"window:256/full\"".to_owned())),
+    }
 }
+
+/// The field of the patterns of attention that a family's own fields do not say.
+const PATTERNS: &str = "attention_pattern";
 
 /// Returns the `config.json` of a model whose weights have this type, and whose texts have these ids of tokens.
 #[must_use]
@@ -60,5 +75,9 @@ pub fn config_text(spec: &ModelSpec, dtype: Dtype, ids: &TokenIds) -> String {
     fields.insert("torch_dtype".to_owned(), torch.into());
     fields.insert("vocab_size".to_owned(), spec.vocab.into());
     ids.write(&mut fields);
+    let others = config_of(Path::new(PATTERNS), &fields).ok().and_then(|read| read.patterns());
+    if let Some(patterns) = spec.patterns().filter(|patterns| others.as_ref() != Some(patterns)) {
+        fields.insert(PATTERNS.to_owned(), patterns.to_string().into());
+    }
     format!("{:#}\n", Value::Object(fields))
 }

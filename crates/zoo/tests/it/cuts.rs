@@ -13,7 +13,8 @@ use farflung_zoo::{AxisShare, Input, ModelSpec, Output, Resize, Stage, Targets, 
 use crate::families::comparison::threads::Threads;
 
 /// GPT-2 with fused queries, keys and values and biases; LLaMA with grouped queries, and with norms of heads
-/// and a window; GPT-NeoX with two norms and with one.
+/// and a window, and with patterns of attention, of which one differs by head; GPT-NeoX with two norms and
+/// with one.
 fn models() -> Vec<ModelSpec> {
     let mut llama = ModelSpec::preset("llama-nano").unwrap();
     (llama.dim, llama.context, llama.vocab, llama.blocks[0].count) = (24, 10, 19, 2);
@@ -23,16 +24,17 @@ fn models() -> Vec<ModelSpec> {
     block.mlp.width = 40;
     let mut normed = llama.clone();
     let attention = &mut normed.blocks[0].block.attention;
-    (attention.bias, attention.window) = (AttentionBias::Inputs, Some(4));
+    (attention.bias, attention.pattern) = (AttentionBias::Inputs, "window:4".parse().unwrap());
     attention.head_norm = Some(normed.norm.norm);
     let size = Resize { layers: Some(2), heads: Some(4), dim: Some(24), context: Some(10), vocab: Some(19) };
     let of = |preset: &str| ModelSpec::preset(preset).unwrap().resized(size).unwrap();
+    let tiled = llama.clone().with_patterns(&"fixed:2,1,2+block:2/strided:3".parse().unwrap());
     let mut neox = of("pythia-70m");
     neox.blocks[0].block.attention.rotary.as_mut().unwrap().width = 4;
     let mut one_norm = neox.clone();
     one_norm.blocks[0].block.residual = Residual::ParallelOneNorm;
     one_norm.head = HeadSpec::OwnWithBias;
-    vec![gpt2(2, 4, 24, 10, 19).unwrap(), llama, normed, neox, one_norm]
+    vec![gpt2(2, 4, 24, 10, 19).unwrap(), llama, tiled, normed, neox, one_norm]
 }
 
 /// The losses and gradients of a stage, and the logits of its sequences.

@@ -17,6 +17,7 @@ mod published_counts;
 mod pytorch;
 mod slices;
 mod sources;
+mod sparse;
 mod tokenizer_files;
 mod tokenizers;
 mod transformers;

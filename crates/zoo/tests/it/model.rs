@@ -455,7 +455,7 @@ fn kinds() -> Vec<ModelSpec> {
     biased.head = HeadSpec::Tied;
     let mut normed = llama.clone();
     let attention = &mut normed.blocks[0].block.attention;
-    (attention.bias, attention.window) = (AttentionBias::Inputs, Some(3));
+    (attention.bias, attention.pattern) = (AttentionBias::Inputs, "window:3".parse().unwrap());
     attention.head_norm = Some(Norm { kind: NormKind::Rms, eps: 1e-4 });
     let size = Resize {
         layers: Some(3),

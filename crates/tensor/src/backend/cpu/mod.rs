@@ -28,7 +28,7 @@ use std::array;
 
 use farflung_base::Pending;
 
-use self::attention::{Cache, Layout, NewTokens, Over};
+use self::attention::{Attended, Cache, Layout, NewTokens, Over};
 use self::documents::Documents;
 use self::gemm::Mat;
 pub(super) use self::gemm::packed_bytes;
@@ -184,22 +184,25 @@ impl Backend for Cpu {
                 swiglu::backward(pool, floats_mut(gate), floats_mut(up), floats_mut(dy));
             }
             Op::Attention { heads, mask, qkv, y, lse } => {
-                let l = Layout::packed(y.shape(), heads, mask.window);
+                let l = Layout::packed(y.shape(), heads, mask.keys.window());
                 let documents = Documents::of_tokens(name, &mask, 0, y.shape())?;
                 let (y, lse) = (floats_mut(y), floats_mut(lse));
-                attention::train_forward(pool, l, documents.as_ref(), floats(&qkv), y, lse);
+                let attended = Attended::of(&mask, documents.as_ref());
+                attention::train_forward(pool, l, attended, floats(&qkv), y, lse);
             }
             Op::AttentionGrad { heads, mask, qkv, y, lse, dy, d_qkv } => {
-                let l = Layout::packed(y.shape(), heads, mask.window);
+                let l = Layout::packed(y.shape(), heads, mask.keys.window());
                 let documents = Documents::of_tokens(name, &mask, 0, y.shape())?;
                 let read = [&qkv, &y, &lse, &dy].map(floats);
-                attention::train_backward(pool, l, documents.as_ref(), read, floats_mut(d_qkv));
+                let attended = Attended::of(&mask, documents.as_ref());
+                attention::train_backward(pool, l, attended, read, floats_mut(d_qkv));
             }
             Op::AttentionCached { heads, past, mask, qkv, keys, values, y, lse } => {
                 let cache = Cache { past, capacity: keys.shape().dims()[1] };
-                let layout = Layout::packed(y.shape(), heads, mask.window);
+                let layout = Layout::packed(y.shape(), heads, mask.keys.window());
                 let documents = Documents::of_tokens(name, &mask, past, y.shape())?;
-                let tokens = NewTokens { layout, cache, documents: documents.as_ref() };
+                let attended = Attended::of(&mask, documents.as_ref());
+                let tokens = NewTokens { layout, cache, attended };
                 let (keys, values, lse) = (floats_mut(keys), floats_mut(values), lse.map(floats_mut));
                 attention::cached_forward(pool, tokens, floats(&qkv), [keys, values], floats_mut(y), lse);
             }
@@ -218,9 +221,10 @@ impl Backend for Cpu {
                 d_values,
             } => {
                 let cache = Cache { past, capacity: keys.shape().dims()[1] };
-                let layout = Layout::packed(y.shape(), heads, mask.window);
+                let layout = Layout::packed(y.shape(), heads, mask.keys.window());
                 let documents = Documents::of_tokens(name, &mask, past, y.shape())?;
-                let tokens = NewTokens { layout, cache, documents: documents.as_ref() };
+                let attended = Attended::of(&mask, documents.as_ref());
+                let tokens = NewTokens { layout, cache, attended };
                 let read = [&qkv, &keys, &values, &y, &lse, &dy].map(floats);
                 let written = [d_qkv, d_keys, d_values].map(floats_mut);
                 attention::cached_backward(pool, tokens, read, written);

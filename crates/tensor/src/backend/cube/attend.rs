@@ -8,7 +8,7 @@ use super::seen::Seen;
 use super::storage::Buffer;
 use super::{Cube, attention, cubes, u32_of};
 use crate::op::KeyRanges;
-use crate::{Heads, Mask, Result, Shape, View, ViewMut};
+use crate::{AttendedKeys, Heads, Mask, Result, Shape, View, ViewMut};
 
 /// Returns the factor applied to scores: `1 / sqrt(dim)`.
 fn scale_of(dim: usize) -> f32 {
@@ -80,7 +80,7 @@ impl Sizes {
 pub(super) struct MaskOperands {
     /// Where the document of each query begins, or its range.
     from: Option<Operand>,
-    /// Where its prefix ends, or its range.
+    /// Where its prefix ends, or its range; or the words of tiles.
     to: Option<Operand>,
     window: Option<usize>,
     seen: Seen,
@@ -89,9 +89,17 @@ pub(super) struct MaskOperands {
 impl MaskOperands {
     pub(super) fn read(cube: &Cube, mask: &Mask<'_>) -> Result<Self> {
         let read = |view: &Option<View<'_>>| view.as_ref().map(|view| cube.read(view)).transpose();
-        let (from, to) = (read(&mask.documents)?, read(&mask.prefixes)?);
-        let seen = Seen::Before { divided: from.is_some(), prefixed: to.is_some() };
-        Ok(Self { from, to, window: mask.window, seen })
+        let from = read(&mask.documents)?;
+        let divided = from.is_some();
+        let (to, seen) = match mask.keys {
+            AttendedKeys::Tiles(tiles) => (Some(cube.read(&tiles.words())?), Seen::Tiles { divided }),
+            AttendedKeys::All | AttendedKeys::Window(_) => {
+                let to = read(&mask.prefixes)?;
+                let prefixed = to.is_some();
+                (to, Seen::Before { divided, prefixed })
+            }
+        };
+        Ok(Self { from, to, window: mask.keys.window(), seen })
     }
 
     fn of_ranges(cube: &Cube, ranges: &KeyRanges<'_>) -> Result<Self> {

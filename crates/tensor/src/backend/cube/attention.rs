@@ -10,6 +10,7 @@
 use cubecl::prelude::*;
 
 use super::seen::{Seen, end_key, first_key, in_range};
+use super::tiles::{TILE, eight_bits, has_pair, list_of};
 
 /// Layout of `[batch, token, head, dim]` rows in a buffer, in vectors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -189,35 +190,59 @@ pub(super) fn forward<N: Size>(
                 }
             }
         }
-        while first < end {
-            let mut larger = top;
-            #[unroll]
-            for j in 0..BLOCK {
-                let mut score = f32::new(MASKED);
-                if first + j < end {
-                    score = dot(&query, k, k_rows.at(batch, first + j, shared), dim);
-                }
-                scores[j as usize] = score;
-                larger = f32::max(larger, score);
-            }
-            let shrink = f32::exp(top - larger);
-            top = larger;
-            total *= shrink;
-            #[unroll]
-            for d in 0..dim {
-                sum[d as usize] *= Vector::new(shrink);
-            }
-            #[unroll]
-            for j in 0..BLOCK {
-                if first + j < end {
-                    let p = f32::exp(scores[j as usize] - top);
-                    total += p;
-                    add_scaled(&mut sum, p, v, v_rows.at(batch, first + j, shared), dim);
-                }
-            }
-            first += BLOCK;
+        // Without tiles the keys are one range, with them one for each tile.
+        let origin = first;
+        let position = past + row - origin;
+        let mut tile = 0u32;
+        let mut tiles = 2u32;
+        if comptime!(seen.has_tiles()) {
+            let list = list_of(to, head, position / TILE, false);
+            tile = list.at;
+            tiles = list.end;
         }
-        if comptime!(seen.is_ranges()) {
+        while tile < tiles {
+            let mut stop = end;
+            if comptime!(seen.has_tiles()) {
+                first = origin + to[tile as usize] * TILE;
+                stop = u32::min(end, first + TILE);
+            }
+            while first < stop {
+                let mut bits = 255u32;
+                if comptime!(seen.has_tiles()) {
+                    bits = eight_bits(to, tile, position % TILE, (first - origin) % TILE);
+                }
+                if bits != 0 {
+                    let mut larger = top;
+                    #[unroll]
+                    for j in 0..BLOCK {
+                        let mut score = f32::new(MASKED);
+                        if first + j < stop && (bits >> j) & 1 == 1 {
+                            score = dot(&query, k, k_rows.at(batch, first + j, shared), dim);
+                        }
+                        scores[j as usize] = score;
+                        larger = f32::max(larger, score);
+                    }
+                    let shrink = f32::exp(top - larger);
+                    top = larger;
+                    total *= shrink;
+                    #[unroll]
+                    for d in 0..dim {
+                        sum[d as usize] *= Vector::new(shrink);
+                    }
+                    #[unroll]
+                    for j in 0..BLOCK {
+                        if first + j < stop && (bits >> j) & 1 == 1 {
+                            let p = f32::exp(scores[j as usize] - top);
+                            total += p;
+                            add_scaled(&mut sum, p, v, v_rows.at(batch, first + j, shared), dim);
+                        }
+                    }
+                }
+                first += BLOCK;
+            }
+            tile += 2;
+        }
+        if comptime!(seen.is_ranges() || seen.has_tiles()) {
             // A query without keys keeps its sum of zeros, and the masked score as its log-sum-exp.
             total = select(top > MASKED, total, 1.0);
         }
@@ -298,12 +323,35 @@ pub(super) fn queries<N: Size>(
         let at = batch * tokens + row;
         let first = first_key(from, at, past + row, window, seen);
         let end = end_key(to, at, past + row, keys, seen);
-        for token in first..end {
-            let key = k_rows.at(batch, token, shared);
-            let score = dot(&query, k, key, dim);
-            let dp = dot(&grad, v, v_rows.at(batch, token, shared), dim);
-            let ds = f32::exp(score - lse[stat]) * (dp - delta[stat]) * scale;
-            add_scaled(&mut sum, ds, k, key, dim);
+        let position = past + row - first;
+        let mut tile = 0u32;
+        let mut tiles = 2u32;
+        if comptime!(seen.has_tiles()) {
+            let list = list_of(to, head, position / TILE, false);
+            tile = list.at;
+            tiles = list.end;
+        }
+        while tile < tiles {
+            let mut begin = first;
+            let mut stop = end;
+            if comptime!(seen.has_tiles()) {
+                begin = first + to[tile as usize] * TILE;
+                stop = u32::min(end, begin + TILE);
+            }
+            for token in begin..stop {
+                let mut is_pair = true;
+                if comptime!(seen.has_tiles()) {
+                    is_pair = has_pair(to, tile, position % TILE, token - begin);
+                }
+                if is_pair {
+                    let key = k_rows.at(batch, token, shared);
+                    let score = dot(&query, k, key, dim);
+                    let dp = dot(&grad, v, v_rows.at(batch, token, shared), dim);
+                    let ds = f32::exp(score - lse[stat]) * (dp - delta[stat]) * scale;
+                    add_scaled(&mut sum, ds, k, key, dim);
+                }
+            }
+            tile += 2;
         }
         put(&sum, d_q, d_q_rows.at(batch, row, column), comptime!(seen.is_ranges()), dim);
     }
@@ -379,19 +427,52 @@ pub(super) fn keys_values<N: Size>(
                 }
             }
         }
+        // Where the key's document begins: that of the first query that may attend to it. If none does, the
+        // place is not used.
+        let mut origin = 0u32;
+        if comptime!(seen.has_tiles() && seen.is_divided()) {
+            let at = u32::min(begin, tokens - 1);
+            origin = u32::min(from[(batch * tokens + at) as usize], past + at);
+        }
+        let position = row - u32::min(row, origin);
         for member in 0..group {
             let of_queries = head * group + member;
-            for token in begin..end {
-                let stat = ((batch * heads * group + of_queries) * tokens + token) as usize;
-                let query = q_rows.at(batch, token, of_queries * dim);
-                let grad = y_rows.at(batch, token, of_queries * dim);
-                let mut p = f32::exp(dot(&key, q, query, dim) - lse[stat]);
-                if comptime!(seen.is_ranges()) {
-                    p = select(in_range(from, to, batch * tokens + token, row), p, 0.0);
+            let mut tile = 0u32;
+            let mut tiles = 2u32;
+            if comptime!(seen.has_tiles()) {
+                let list = list_of(to, of_queries, position / TILE, true);
+                tile = list.at;
+                tiles = list.end;
+            }
+            while tile < tiles {
+                let mut next = begin;
+                let mut stop = end;
+                let mut first_query = 0u32;
+                if comptime!(seen.has_tiles()) {
+                    // Positions of the tile's queries in the sequence.
+                    first_query = origin + to[tile as usize] * TILE;
+                    next = u32::max(begin, u32::max(first_query, past) - past);
+                    stop = u32::min(end, u32::max(first_query + TILE, past) - past);
                 }
-                let ds = p * (dot(&value, dy, grad, dim) - delta[stat]) * scale;
-                add_scaled(&mut d_value, p, dy, grad, dim);
-                add_scaled(&mut d_key, ds, q, query, dim);
+                for token in next..stop {
+                    let mut is_pair = true;
+                    if comptime!(seen.has_tiles()) {
+                        is_pair = has_pair(to, tile, past + token - first_query, position % TILE);
+                    }
+                    if is_pair {
+                        let stat = ((batch * heads * group + of_queries) * tokens + token) as usize;
+                        let query = q_rows.at(batch, token, of_queries * dim);
+                        let grad = y_rows.at(batch, token, of_queries * dim);
+                        let mut p = f32::exp(dot(&key, q, query, dim) - lse[stat]);
+                        if comptime!(seen.is_ranges()) {
+                            p = select(in_range(from, to, batch * tokens + token, row), p, 0.0);
+                        }
+                        let ds = p * (dot(&value, dy, grad, dim) - delta[stat]) * scale;
+                        add_scaled(&mut d_value, p, dy, grad, dim);
+                        add_scaled(&mut d_key, ds, q, query, dim);
+                    }
+                }
+                tile += 2;
             }
         }
         put(&d_key, d_k, k_rows.at(batch, row, column), accumulate, dim);

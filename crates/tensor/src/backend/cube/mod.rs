@@ -27,6 +27,7 @@ mod run;
 mod seen;
 mod storage;
 mod swiglu;
+mod tiles;
 
 use std::any::Any;
 

@@ -14,21 +14,30 @@ pub(super) enum Seen {
     },
     /// Those from `from` on and before `to`.
     Ranges,
+    /// Those up to its own that tiles have: `to` has the words of a [`TileMask`](crate::TileMask).
+    Tiles {
+        /// Whether `from` says where the document of each query begins.
+        divided: bool,
+    },
 }
 
 impl Seen {
     /// Returns whether `from` is read.
     pub(super) const fn is_divided(self) -> bool {
-        matches!(self, Self::Before { divided: true, .. } | Self::Ranges)
+        matches!(self, Self::Before { divided: true, .. } | Self::Tiles { divided: true } | Self::Ranges)
     }
 
-    /// Returns whether `to` is read.
+    /// Returns whether `to` is read as ends of keys.
     pub(super) const fn is_prefixed(self) -> bool {
         matches!(self, Self::Before { prefixed: true, .. } | Self::Ranges)
     }
 
     pub(super) const fn is_ranges(self) -> bool {
         matches!(self, Self::Ranges)
+    }
+
+    pub(super) const fn has_tiles(self) -> bool {
+        matches!(self, Self::Tiles { .. })
     }
 }
 

@@ -1,7 +1,7 @@
 //! Attention and its gradient, with and without a cache.
 
-use super::super::base::Philox;
-use super::super::tensor::{Device, KeyRanges, Mask, Op, Result, Tensor};
+use super::super::base::{Philox, TileLists};
+use super::super::tensor::{AttendedKeys, Device, KeyRanges, Mask, Op, Result, Tensor, TileMask};
 use super::{Sizes, documents, ids, noise};
 
 /// Returns where the prefixes of these documents end, each somewhere in its own tokens; `None` unless
@@ -35,11 +35,33 @@ pub(super) struct Seen {
 }
 
 pub(super) fn attention(d: &Device, seed: u64, s: Sizes, seen: Seen) -> Result<Vec<Tensor>> {
-    let (Sizes { b, t, heads, .. }, [c, _, w]) = (s, s.widths());
+    let Sizes { b, t, .. } = s;
     let documents = documents(d, seed + 6, [b, t], 0, seen.documents)?;
     let prefixes = prefixes(d, seed + 7, [b, t], 0, documents.as_ref(), seen.prefixes)?;
     let [documents, prefixes] = [&documents, &prefixes].map(|ids| ids.as_ref().map(Tensor::view));
-    let mask = Mask { documents, prefixes, window: seen.window };
+    let mask = Mask { documents, prefixes, keys: AttendedKeys::last(seen.window) };
+    attention_with(d, seed, s, mask)
+}
+
+/// Runs attention with a pattern, and its gradient.
+pub(super) fn sparse_attention(
+    d: &Device,
+    seed: u64,
+    s: Sizes,
+    pattern: &str,
+    divided: bool,
+) -> Result<Vec<Tensor>> {
+    let documents = documents(d, seed + 6, [s.b, s.t], 0, divided)?;
+    let pattern = pattern.parse().expect("a pattern");
+    let lists = TileLists::new(pattern, 1, 0..s.heads.query as u32, s.t, TileMask::TILE);
+    let tiles = TileMask::new(d, &lists)?;
+    let keys = AttendedKeys::Tiles(&tiles);
+    let mask = Mask { documents: documents.as_ref().map(Tensor::view), keys, ..Mask::default() };
+    attention_with(d, seed, s, mask)
+}
+
+fn attention_with(d: &Device, seed: u64, s: Sizes, mask: Mask<'_>) -> Result<Vec<Tensor>> {
+    let (Sizes { b, t, heads, .. }, [c, _, w]) = (s, s.widths());
     let (qkv, dy) = (noise(d, seed, 1.0, [b, t, w])?, noise(d, seed + 1, 1.0, [b, t, c])?);
     let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads.query, t])?);
     let mut d_qkv = d.zeros([b, t, w])?;
@@ -67,7 +89,7 @@ pub(super) fn attention_cached(
     let documents = documents(d, seed + 6, [b, t], past, seen.documents)?;
     let prefixes = prefixes(d, seed + 7, [b, t], past, documents.as_ref(), seen.prefixes)?;
     let [documents, prefixes] = [&documents, &prefixes].map(|ids| ids.as_ref().map(Tensor::view));
-    let mask = Mask { documents, prefixes, window: seen.window };
+    let mask = Mask { documents, prefixes, keys: AttendedKeys::last(seen.window) };
     let (qkv, dy) = (noise(d, seed, 1.0, [b, t, w])?, noise(d, seed + 1, 1.0, [b, t, c])?);
     let mut keys = noise(d, seed + 2, 1.0, [b, capacity, kv])?;
     let mut values = noise(d, seed + 3, 1.0, [b, capacity, kv])?;

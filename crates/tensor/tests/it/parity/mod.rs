@@ -7,7 +7,7 @@ mod positions;
 
 use half::{bf16, f16};
 
-use self::attention::{Seen, attention, attention_cached, attention_over};
+use self::attention::{Seen, attention, attention_cached, attention_over, sparse_attention};
 use self::positions::{Given, embedding, joined_heads};
 use super::base::Philox;
 use super::tensor::{
@@ -347,6 +347,15 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
             let what = format!("{s:?} after {past}, and gradient, {seen:?}");
             let run = move |d: &Device| attention_cached(d, seed, s, past, seen);
             add("attention_cached", what, false, Box::new(run));
+        }
+        for pattern in ["window:9+sinks:2", "strided:7", "fixed:2,1,2+block:3", "bigbird:3,1,1+block:4"] {
+            for divided in [false, true] {
+                // Of two tiles at least.
+                let s = Sizes { t: t + 64, ..s };
+                let what = format!("{s:?}, {pattern}, and gradient, documents {divided}");
+                let run = move |d: &Device| sparse_attention(d, seed, s, pattern, divided);
+                add("attention", what, false, Box::new(run));
+            }
         }
         for given in Given::ALL {
             let what = format!("{s:?} from {start}, {rotated:?} values rotated, and gradient, {given:?}");

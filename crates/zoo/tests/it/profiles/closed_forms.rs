@@ -23,8 +23,9 @@ pub(crate) fn shapes() -> Result<Vec<(String, ModelSpec)>, ZooError> {
             let name = format!("{preset} with {layers} x {dim}, context {context}");
             let fits = |spec: ModelSpec| spec.resized(sizes).ok();
             let Some(mut spec) = fits(ModelSpec::preset(preset)?) else { continue };
-            if let Some(window) = &mut spec.blocks[0].block.attention.window {
-                *window = 9;
+            let pattern = &mut spec.blocks[0].block.attention.pattern;
+            if pattern.window().is_some() {
+                *pattern = "window:9".parse().expect("a pattern");
             }
             all.push((name, spec));
         }
@@ -110,7 +111,7 @@ fn figures_of(spec: &ModelSpec, share: &AxisShare) -> Result<Vec<Figure>, ZooErr
     let sent_by = |sums: u64, values: u64| 2 * sums * (4 * values * (ranks - 1) / ranks);
     let sent = |sums: u64| sent_by(sums, hidden);
     // Causal attention over T (T + 1) / 2 pairs per head, without those before a window.
-    let outside = of.attention.window.map_or(0, |window| t.saturating_sub(window as u64));
+    let outside = of.attention.pattern.window().map_or(0, |window| t.saturating_sub(window as u64));
     let pairs = t * (t + 1) - outside * (outside + 1);
     // Blocks whose temporary buffers the forms below describe.
     let is_plain = is_sequential && head_norm == 0 && !(of.attention.fused && of.attention.rotary.is_some());

@@ -12,7 +12,7 @@ use super::seen::Meeting;
 use super::softmax::{Block, dots, softmax_grad};
 
 /// Number of keys per tile.
-const KEYS: usize = 128;
+const KEYS: usize = u128::BITS as usize;
 /// Number of queries per tile: a multiple of both 6 and 8, the heights of register tiles, so that blocks of
 /// keys begin where blocks of queries do.
 const QUERIES: usize = 144;
@@ -54,6 +54,8 @@ struct Pass<'a> {
     p: &'a mut [f32],
     ds: &'a mut [f32],
     pitch: usize,
+    /// The keys of the tile whose gradients some queries have added to, one bit for each.
+    met_keys: u128,
 }
 
 impl Head<'_> {
@@ -95,6 +97,7 @@ impl Head<'_> {
             p,
             ds,
             pitch,
+            met_keys: 0,
         };
         pass.run();
     }
@@ -107,20 +110,20 @@ impl Pass<'_> {
         if self.head.skips_keys() && !self.gradients.accumulate_queries {
             self.gradients.q.clear(queries, width);
         }
-        if self.head.meets(&all, &(0..keys)).is_empty() {
+        if !self.head.has_tiles() && self.head.meets(&all, &(0..keys)).is_empty() {
             return;
         }
         self.pack_queries();
         for tile in pieces(0..keys, KEYS) {
-            let meets = self.head.meets(&all, &tile);
-            if meets.is_empty() {
-                continue;
+            self.met_keys = 0;
+            let met = self.head.queries_of(&tile);
+            if met.clone().next().is_some() {
+                self.pack_keys(&tile);
             }
-            self.pack_keys(&tile);
             // End of the keys that are not of the queries' own tokens. After it, blocks of keys begin where
             // blocks of queries do.
             let common = past.clamp(tile.start, tile.end);
-            for queries in pieces(meets, QUERIES) {
+            for queries in met.flat_map(|meets| pieces(meets, QUERIES)) {
                 for block in pieces(queries.clone(), rows) {
                     self.block_of_queries(&block, &queries, &tile);
                 }
@@ -132,6 +135,7 @@ impl Pass<'_> {
                     self.block_of_keys(&block, &queries, &tile);
                 }
             }
+            self.clear_keys(&tile);
         }
     }
 
@@ -142,6 +146,19 @@ impl Pass<'_> {
         pack(isa, self.q, &all, self.queries, wide, queries * wide);
         pack(isa, self.dy, &all, self.outputs, wide, queries * wide);
         dots(isa, self.y, self.dy, &all, self.means);
+    }
+
+    /// Sets the gradients of keys that no query attends to, and of their values, to 0, where gradients are
+    /// overwritten and a mask of tiles leaves keys out.
+    fn clear_keys(&mut self, tile: &Range<usize>) {
+        if self.gradients.accumulate || !self.head.has_tiles() {
+            return;
+        }
+        for key in tile.clone().filter(|key| self.met_keys >> (key - tile.start) & 1 == 0) {
+            for gradients in [&mut self.gradients.k, &mut self.gradients.v] {
+                gradients.from(key).clear(1, self.head.width);
+            }
+        }
     }
 
     /// Packs a tile of keys and their values.
@@ -178,24 +195,23 @@ impl Pass<'_> {
             multiply(isa, size, rows, panels, RowsMut::new(to, pitch), Update::Overwrite);
         }
         let products = Block { meeting, products: p, pitch, scale: self.head.exponent_scale() };
+        products.meeting.fill_holes(rows, products.products, pitch, f32::NEG_INFINITY);
+        products.meeting.fill_holes(rows, ds, pitch, 0.0);
         softmax_grad(isa, products, ds, &self.lse[block.clone()], &self.means[block.clone()]);
 
         if meeting.all == 0 {
             return;
         }
-        let weights = Left { data: ds, row: pitch, col: 1 };
-        let keys = Right { data: self.keys, panel: tile.len() * wide };
-        let size = Size { rows, depth: meeting.all, columns: width };
         let shares = [RowFactors { old: 1.0, new: self.head.score_scale() }; MOST_ROWS];
-        let dq = self.gradients.q.from(block.start);
-        multiply(
-            isa,
-            size,
-            weights,
-            keys,
-            dq,
-            Update::shares(&shares, tile.start == 0 && !self.head.skips_keys()),
-        );
+        let first = tile.start == 0 && !self.head.skips_keys();
+        for keys in self.head.runs_of_keys(block, tile) {
+            let (skipped, end) = (keys.start - tile.start, meeting.all.min(keys.end - tile.start));
+            let weights = Left { data: &self.ds[at + skipped..], row: pitch, col: 1 };
+            let keys = Right { data: &self.keys[skipped * wide..], panel: tile.len() * wide };
+            let size = Size { rows, depth: end - skipped, columns: width };
+            let dq = self.gradients.q.from(block.start);
+            multiply(isa, size, weights, keys, dq, Update::shares(&shares, first));
+        }
     }
 
     /// Adds the contribution of a tile of queries to the gradients of a block of keys and their values.
@@ -213,8 +229,13 @@ impl Pass<'_> {
             (&*self.p, &*self.outputs, &mut self.gradients.v, 1.0),
             (&*self.ds, &*self.queries, &mut self.gradients.k, self.head.score_scale()),
         ];
-        let first =
-            !self.gradients.accumulate && self.head.meets(&(0..self.head.queries), block).start == from;
+        let first = !self.gradients.accumulate
+            && if self.head.has_tiles() {
+                self.met_keys >> (block.start - tile.start) & 1 == 0
+            } else {
+                self.head.meets(&(0..self.head.queries), block).start == from
+            };
+        self.met_keys |= (u128::MAX >> (KEYS - block.len())) << (block.start - tile.start);
         for (weights, panels, to, new) in products {
             let weights = Left { data: &weights[at..], row: 1, col: self.pitch };
             let right = Right { data: &panels[from * wide..], panel };

@@ -87,15 +87,17 @@ impl Head<'_> {
 
 impl Pass<'_> {
     fn run(&mut self) {
-        let Head { isa, queries, keys, .. } = self.head;
+        let Head { isa, keys, .. } = self.head;
         for tile in pieces(0..keys, KEYS) {
-            let queries = self.head.meets(&(0..queries), &tile);
-            if queries.is_empty() {
-                continue;
-            }
-            self.pack(&tile);
-            for block in pieces(queries, isa.tile().rows) {
-                self.block(&block, &tile);
+            let mut is_packed = false;
+            for queries in self.head.queries_of(&tile) {
+                if !is_packed {
+                    self.pack(&tile);
+                    is_packed = true;
+                }
+                for block in self.head.blocks(queries, isa.tile().rows) {
+                    self.block(&block, &tile);
+                }
             }
         }
     }
@@ -112,11 +114,18 @@ impl Pass<'_> {
 
     /// Processes a block of queries with a tile of keys.
     fn block(&mut self, block: &Range<usize>, tile: &Range<usize>) {
-        let Head { isa, width, .. } = self.head;
         if tile.start == 0 {
             self.next.iter().flatten().for_each(|next| next.fetch(block));
         }
-        let (rows, pitch) = (block.len(), self.pitch);
+        for keys in self.head.runs_of_keys(block, tile) {
+            self.block_with_keys(block, &keys, tile.start);
+        }
+    }
+
+    /// Processes a block of queries with keys of a tile that begins at key `origin`.
+    fn block_with_keys(&mut self, block: &Range<usize>, tile: &Range<usize>, origin: usize) {
+        let Head { isa, width, .. } = self.head;
+        let (rows, pitch, wide) = (block.len(), self.pitch, isa.tile().columns);
         let first = tile.start == 0 && !self.head.skips_keys();
         let meeting = Meeting::new(self.head.seen, block, tile);
         if meeting.all == 0 {
@@ -124,9 +133,12 @@ impl Pass<'_> {
         }
 
         let q = Left { data: self.q.span(block), row: self.q.stride, col: 1 };
-        let keys = Right { data: self.keys, panel: width * isa.tile().columns };
+        // A run of keys begins at a multiple of the width of panels.
+        let skipped = tile.start - origin;
+        let keys = Right { data: &self.keys[skipped * width..], panel: width * wide };
         let size = Size { rows, depth: width, columns: meeting.padded };
         multiply(isa, size, q, keys, RowsMut::new(self.scores, pitch), Update::Overwrite);
+        meeting.fill_holes(rows, self.scores, pitch, f32::NEG_INFINITY);
 
         let scale = self.head.exponent_scale();
         let Running { tops, sums } = &mut self.running;
@@ -134,7 +146,7 @@ impl Pass<'_> {
         let shares = softmax(isa, Block { meeting, products: self.scores, pitch, scale }, running, first);
 
         let weights = Left { data: self.scores, row: pitch, col: 1 };
-        let values = Right { data: self.values, panel: self.values_panel };
+        let values = Right { data: &self.values[skipped * wide..], panel: self.values_panel };
         let size = Size { rows, depth: meeting.all, columns: width };
         multiply(isa, size, weights, values, self.y.from(block.start), Update::shares(&shares, first));
     }

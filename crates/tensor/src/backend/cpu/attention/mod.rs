@@ -26,6 +26,7 @@ mod product;
 mod rows;
 mod seen;
 mod softmax;
+mod tiles;
 #[cfg(test)]
 mod tests;
 
@@ -38,10 +39,11 @@ use self::head::Head;
 pub(super) use self::over::Over;
 use self::rows::{Rows, RowsMut};
 use self::seen::{Causal, Ranges, Seen};
+use self::tiles::Tiles;
 use super::documents::{Document, Documents};
 use super::pool::Pool;
 use super::simd::Isa;
-use crate::{Heads, Shape};
+use crate::{AttendedKeys, Heads, Mask, Shape};
 
 /// Sizes of an attention whose heads are side by side in each token.
 #[derive(Debug, Clone, Copy)]
@@ -96,7 +98,7 @@ impl Layout {
         self,
         isa: Isa,
         (keys, attended): (usize, Attended<'s>),
-        (sequence, document): (usize, &Document),
+        (of, document): (QueryHead, &Document),
         shared: usize,
     ) -> Head<'s> {
         let Document { start, first, end, prefix } = *document;
@@ -109,8 +111,12 @@ impl Layout {
                 let causal = Causal { first, least: prefix.max(first), window: self.window, is_shared };
                 (before + tokens, Seen::Causal(causal))
             }
+            Attended::Tiles(_, tiles) => {
+                let before = keys - self.tokens + first - start;
+                (before + tokens, Seen::Tiles(tiles.of_head(of.query, before, tokens)))
+            }
             Attended::Ranges(ranges) => {
-                let at = sequence * self.tokens;
+                let at = of.sequence * self.tokens;
                 (keys, Seen::Ranges(ranges.of(at..at + self.tokens)))
             }
         };
@@ -133,20 +139,30 @@ impl Layout {
 
 /// Which keys the queries of all sequences attend to.
 #[derive(Debug, Clone, Copy)]
-enum Attended<'a> {
+pub(super) enum Attended<'a> {
     /// Those of their document, up to their own or to the end of their prefix. The queries are those of the
     /// last tokens that have keys.
     Before(Option<&'a Documents>),
     /// A range of keys for each query of all sequences.
     Ranges(Ranges<'a>),
+    /// Of the keys of their document up to their own, those of tiles. The queries are those of the last tokens.
+    Tiles(Option<&'a Documents>, Tiles<'a>),
 }
 
 impl<'a> Attended<'a> {
+    /// Returns what a mask says of queries of `documents`.
+    pub(super) fn of(mask: &Mask<'a>, documents: Option<&'a Documents>) -> Self {
+        match mask.keys {
+            AttendedKeys::Tiles(tiles) => Self::Tiles(documents, Tiles::new(tiles)),
+            AttendedKeys::All | AttendedKeys::Window(_) => Self::Before(documents),
+        }
+    }
+
     /// Returns the documents of a sequence: `whole`, if nothing divides it.
     fn documents(self, whole: &'a Document, sequence: usize) -> &'a [Document] {
         match self {
-            Self::Before(Some(documents)) => documents.of(sequence),
-            Self::Before(None) | Self::Ranges(_) => std::slice::from_ref(whole),
+            Self::Before(Some(documents)) | Self::Tiles(Some(documents), _) => documents.of(sequence),
+            Self::Before(None) | Self::Tiles(None, _) | Self::Ranges(_) => std::slice::from_ref(whole),
         }
     }
 
@@ -300,13 +316,13 @@ impl<'a> Forward<'a> {
                 // The task that this thread runs next if all tasks take equally long.
                 let next = task + pool.threads();
                 let next = (next < tasks && l.prefetches(3)).then(|| reads(next));
-                let sequence = l.head(task * shared).sequence;
-                for document in self.attended.documents(&whole, sequence) {
+                let of_task = l.head(task * shared);
+                for document in self.attended.documents(&whole, of_task.sequence) {
                     let Document { start, first, end, .. } = *document;
                     let of = |[q, k, v]: [Rows<'a>; 3]| [q.after(first), k.after(start), v.after(start)];
                     let lse = lse.as_deref_mut().map(|lse| &mut lse[first * shared..end * shared]);
                     let keys = (self.keys, self.attended);
-                    let head = l.head_of(self.isa, keys, (sequence, document), shared);
+                    let head = l.head_of(self.isa, keys, (of_task, document), shared);
                     let (read, next) = (of(reads(task)), next.map(of));
                     head.forward(read, y.from(first), lse, self.continues, next, scratch);
                 }
@@ -396,7 +412,7 @@ impl<'a> Backward<'a> {
                     let accumulate_queries = self.accumulate_queries;
                     let gradients = Gradients { q, k, v, accumulate_queries, accumulate };
                     let (keys, lse) = ((self.keys, self.attended), &lse[first..end]);
-                    let head = l.head_of(self.isa, keys, (sequence, document), 1);
+                    let head = l.head_of(self.isa, keys, (l.head(index), document), 1);
                     SCRATCH.with_borrow_mut(|scratch| {
                         head.backward(of(reads(index)), lse, gradients, next.map(of), scratch);
                     });
@@ -427,24 +443,23 @@ const fn packed(l: Layout) -> [HeadLayout; 3] {
 pub(super) fn train_forward(
     pool: &Pool,
     l: Layout,
-    documents: Option<&Documents>,
+    attended: Attended<'_>,
     qkv: &[f32],
     y: &mut [f32],
     lse: &mut [f32],
 ) {
-    forward(Isa::detect(), pool, (l, documents), qkv, y, lse);
+    forward(Isa::detect(), pool, (l, attended), qkv, y, lse);
 }
 
 fn forward(
     isa: Isa,
     pool: &Pool,
-    (l, documents): (Layout, Option<&Documents>),
+    (l, attended): (Layout, Attended<'_>),
     qkv: &[f32],
     y: &mut [f32],
     lse: &mut [f32],
 ) {
     let [q, k, v] = packed(l).map(|place| (qkv, place));
-    let attended = Attended::Before(documents);
     let pass = Forward { isa, layout: l, keys: l.tokens, q, k, v, attended, continues: false };
     pass.run(pool, y, Some(lse));
 }
@@ -454,23 +469,23 @@ fn forward(
 pub(super) fn train_backward(
     pool: &Pool,
     l: Layout,
-    documents: Option<&Documents>,
+    attended: Attended<'_>,
     read: [&[f32]; 4],
     d_qkv: &mut [f32],
 ) {
-    backward(Isa::detect(), pool, (l, documents), read, d_qkv);
+    backward(Isa::detect(), pool, (l, attended), read, d_qkv);
 }
 
 fn backward(
     isa: Isa,
     pool: &Pool,
-    (l, documents): (Layout, Option<&Documents>),
+    (l, attended): (Layout, Attended<'_>),
     [qkv, y, lse, dy]: [&[f32]; 4],
     d_qkv: &mut [f32],
 ) {
     let [q, k, v] = packed(l).map(|place| (qkv, place));
     let d_qkv = Output::new(d_qkv);
-    let (attended, keys) = (Attended::Before(documents), l.tokens);
+    let keys = l.tokens;
     let (accumulate_queries, accumulate) = (false, false);
     let pass =
         Backward { isa, layout: l, keys, q, k, v, y, lse, dy, attended, accumulate_queries, accumulate };
@@ -509,7 +524,7 @@ impl Cache {
 pub(super) struct NewTokens<'a> {
     pub(super) layout: Layout,
     pub(super) cache: Cache,
-    pub(super) documents: Option<&'a Documents>,
+    pub(super) attended: Attended<'a>,
 }
 
 /// Computes attention of new tokens `qkv` `[B, T, W]` with caches of keys and values `[B, capacity, kv D]`.
@@ -528,7 +543,7 @@ pub(super) fn cached_forward(
 fn forward_over(
     isa: Isa,
     pool: &Pool,
-    NewTokens { layout: l, cache, documents }: NewTokens<'_>,
+    NewTokens { layout: l, cache, attended }: NewTokens<'_>,
     qkv: &[f32],
     [keys, values]: [&mut [f32]; 2],
     y: &mut [f32],
@@ -541,7 +556,6 @@ fn forward_over(
     }
     let (q, k, v) = ((qkv, packed(l)[0]), (&*keys, cache.head_layout(l)), (&*values, cache.head_layout(l)));
     let keys = cache.past + l.tokens;
-    let attended = Attended::Before(documents);
     Forward { isa, layout: l, keys, q, k, v, attended, continues: false }.run(pool, y, lse);
 }
 
@@ -560,13 +574,13 @@ pub(super) fn cached_backward(
 fn backward_over(
     isa: Isa,
     pool: &Pool,
-    NewTokens { layout: l, cache, documents }: NewTokens<'_>,
+    NewTokens { layout: l, cache, attended }: NewTokens<'_>,
     [qkv, keys, values, y, lse, dy]: [&[f32]; 6],
     [d_qkv, d_keys, d_values]: [&mut [f32]; 3],
 ) {
     let (q, k, v) = ((qkv, packed(l)[0]), (keys, cache.head_layout(l)), (values, cache.head_layout(l)));
     let keys = cache.past + l.tokens;
-    let (attended, accumulate_queries, accumulate) = (Attended::Before(documents), false, true);
+    let (accumulate_queries, accumulate) = (false, true);
     let pass =
         Backward { isa, layout: l, keys, q, k, v, y, lse, dy, attended, accumulate_queries, accumulate };
     let [dq, dk, dv] = [&mut *d_qkv, &mut *d_keys, &mut *d_values].map(Output::new);

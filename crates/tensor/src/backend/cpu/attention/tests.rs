@@ -111,9 +111,9 @@ fn run(isa: Isa, threads: usize, l: Layout, qkv: &[f32], dy: &[f32]) -> [Vec<f32
     let pool = Pool::new(threads).unwrap();
     let mut y = vec![f32::NAN; dy.len()];
     let mut lse = vec![f32::NAN; l.query_heads() * l.tokens];
-    forward(isa, &pool, (l, None), qkv, &mut y, &mut lse);
+    forward(isa, &pool, (l, Attended::Before(None)), qkv, &mut y, &mut lse);
     let mut d_qkv = vec![f32::NAN; qkv.len()];
-    backward(isa, &pool, (l, None), [qkv, &y, &lse, dy], &mut d_qkv);
+    backward(isa, &pool, (l, Attended::Before(None)), [qkv, &y, &lse, dy], &mut d_qkv);
     [y, lse, d_qkv]
 }
 
@@ -205,8 +205,8 @@ fn gradient_of_documents_is_the_slope() {
     let pool = Pool::new(1).unwrap();
     let (mut y, mut lse, mut g) = (vec![f32::NAN; 6 * c], vec![f32::NAN; 4 * 6], vec![f32::NAN; 6 * w]);
     for isa in Isa::available() {
-        forward(isa, &pool, (l, Some(&documents)), &qkv, &mut y, &mut lse);
-        backward(isa, &pool, (l, Some(&documents)), [&qkv, &y, &lse, &dy], &mut g);
+        forward(isa, &pool, (l, Attended::Before(Some(&documents))), &qkv, &mut y, &mut lse);
+        backward(isa, &pool, (l, Attended::Before(Some(&documents))), [&qkv, &y, &lse, &dy], &mut g);
         let (x, dy) = (wide(&qkv), wide(&dy));
         let objective = |x: &[f64]| {
             let mut first = 0;
@@ -242,14 +242,20 @@ fn levels_agree_on_prefixes() {
     let (qkv, dy) = (noise(t * joined(l), 3), noise(t * l.width(), 4));
     for prefix in [1_u32, 100, 127, 129, 147, 200, 257, 299] {
         let ends = cpu.tensor(&vec![prefix; t], [1, t]).unwrap();
-        let mask = crate::Mask { prefixes: Some(ends.view()), ..crate::Mask::default() };
+        let mask = Mask { prefixes: Some(ends.view()), ..Mask::default() };
         let documents = Documents::of_tokens("test", &mask, 0, Shape::from([1, t, l.width()])).unwrap();
         let mut found: Vec<[Vec<f32>; 2]> = Vec::new();
         for isa in Isa::available() {
             let (mut y, mut lse) = (vec![f32::NAN; dy.len()], vec![f32::NAN; l.query_heads() * t]);
             let mut d_qkv = vec![f32::NAN; qkv.len()];
-            forward(isa, &pool, (l, documents.as_ref()), &qkv, &mut y, &mut lse);
-            backward(isa, &pool, (l, documents.as_ref()), [&qkv, &y, &lse, &dy], &mut d_qkv);
+            forward(isa, &pool, (l, Attended::Before(documents.as_ref())), &qkv, &mut y, &mut lse);
+            backward(
+                isa,
+                &pool,
+                (l, Attended::Before(documents.as_ref())),
+                [&qkv, &y, &lse, &dy],
+                &mut d_qkv,
+            );
             found.push([y, d_qkv]);
         }
         let [y, d_qkv] = &found[0];
@@ -329,7 +335,7 @@ fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
                 forward_over(
                     isa,
                     &pool,
-                    NewTokens { layout: l, cache, documents: None },
+                    NewTokens { layout: l, cache, attended: Attended::Before(None) },
                     &qkv,
                     caches,
                     &mut y,
@@ -347,7 +353,7 @@ fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
                 backward_over(
                     isa,
                     &pool,
-                    NewTokens { layout: l, cache, documents: None },
+                    NewTokens { layout: l, cache, attended: Attended::Before(None) },
                     read,
                     [&mut d_qkv, &mut d_keys, &mut d_values],
                 );
@@ -405,6 +411,6 @@ fn a_nan_stays_close_and_does_not_outlive_its_call() {
 fn nothing_to_do() {
     let pool = Pool::new(1).unwrap();
     let l = layout(0, (2, 2), 3, 4);
-    train_forward(&pool, l, None, &[], &mut [], &mut []);
-    train_backward(&pool, l, None, [&[]; 4], &mut []);
+    train_forward(&pool, l, Attended::Before(None), &[], &mut [], &mut []);
+    train_backward(&pool, l, Attended::Before(None), [&[]; 4], &mut []);
 }
