@@ -10,6 +10,7 @@
 mod declare;
 mod evaluation;
 
+pub(crate) mod attention;
 pub mod choice;
 mod experts;
 pub mod file;
@@ -39,7 +40,7 @@ pub mod zero;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use farflung_base::{Bandwidth, ContextOrder, Link, Nanos};
+use farflung_base::{Bandwidth, ContextOrder, LayerPatterns, Link, Nanos};
 use farflung_comm::Algorithm;
 use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
@@ -94,6 +95,10 @@ settings! {
         context: usize, "N";
         /// Rows of the token table, if more than the tokenizer has tokens: the others are never drawn.
         vocab: usize, "N";
+        /// Which tokens up to its own a token attends to: full, window:W, strided:S, fixed:L,G, variable:L,...
+        /// or bigbird:W,G,R, with fields such as window:256+sinks:4; overrides the model's. Layers take several
+        /// in turn: window:256/full. docs/sparse-attention.md.
+        attention: LayerPatterns, "PATTERN";
         /// Factor of the loss that balances the experts of a model that has some; overrides the model's.
         balance_loss: f64, "FACTOR";
         /// What the balancing loss takes together: layer (nothing: each layer and each sequence is balanced by

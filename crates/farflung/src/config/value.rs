@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use farflung_base::{Bandwidth, Link, Nanos};
+use farflung_base::{Bandwidth, LayerPatterns, Link, Nanos};
 use toml::Value;
 
 use super::nearest::with_nearest;
@@ -123,6 +123,20 @@ impl Setting for PathBuf {
     }
     fn value(&self) -> Value {
         Value::String(self.to_string_lossy().into_owned())
+    }
+}
+
+impl Setting for LayerPatterns {
+    fn expected() -> String {
+        "patterns with `/` between them, of full, window:W, strided:S, fixed:L,G[,P], variable:L,... and \
+         bigbird:W,G,R, where W, S, L and P are at least 1, with fields such as +sinks:4"
+            .to_owned()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+    fn value(&self) -> Value {
+        Value::String(self.to_string())
     }
 }
 

@@ -11,6 +11,7 @@ mod state;
 
 use std::fmt;
 
+use farflung_base::{AttentionPattern, LayerPatterns};
 use farflung_compress::link::LinkSpec;
 use farflung_optim::local::{Averages, LocalMethod};
 use farflung_optim::sync::SyncMethod;
@@ -21,6 +22,7 @@ use farflung_zoo::Objective;
 
 use super::bound_plan::{BoundLevel, BoundPlan};
 use super::planned::level;
+use crate::config::attention::NO_PREFIXES;
 use crate::config::choice::{LossScaling, SamplingKind, StatePlace};
 use crate::{Error, Result, RunSettings, TrainConfig};
 
@@ -48,6 +50,8 @@ struct Choices {
     loss_scale: LossScaling,
     own_data: bool,
     document_mask: bool,
+    /// A pattern of attention that is given and with which the keys of a query are not one range.
+    tiles: Option<AttentionPattern>,
     objective: Objective,
     stages: usize,
     tensor: TensorAxis,
@@ -111,6 +115,7 @@ impl Choices {
             loss_scale: run.loss_scale,
             own_data: run.own_data,
             document_mask: run.document_mask,
+            tiles: run.attention.as_ref().and_then(LayerPatterns::of_tiles),
             objective: run.objective,
             stages: 1,
             tensor: TensorAxis { ranks: 1, divide_sequences: false },
@@ -358,6 +363,14 @@ const RULES: &[Rule] = &[
             let expected =
                 format!("false with the objective {objective}: it makes its sequences of whole windows");
             choices.document_mask.then(|| refuse("document-mask", true, expected))
+        },
+    },
+    Rule {
+        axes: ["objective", "attention"],
+        refuses: |choices| {
+            let objective = Some(choices.objective).filter(|objective| objective.has_prefix())?;
+            let pattern = choices.tiles?;
+            Some(refuse("objective", objective, format!("causal with `attention` {pattern}: {NO_PREFIXES}")))
         },
     },
     Rule {

@@ -182,6 +182,13 @@ fn check_context(plan: &Plan, model: &ModelSpec) -> Result<()> {
         let why = "1 for a model with experts, whose routers take all tokens of a sequence";
         return refuse("context_parallel", cut.readers(), why.to_owned());
     }
+    if let Some(pattern) = model.pattern_of_tiles() {
+        let why = format!(
+            "1 for a model whose attention has the pattern {pattern}: of the keys of another rank, a query has \
+             one range, as with full and window"
+        );
+        return refuse("context_parallel", cut.readers(), why);
+    }
     if !cut.fits(model.context) {
         let (context, unit) = (model.context, cut.unit());
         let why = format!(

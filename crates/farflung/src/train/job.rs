@@ -456,7 +456,7 @@ pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<ModelSpec> {
         context: config.context,
         vocab: Some(config.vocab.unwrap_or(vocab.saturating_add(config.objective.own_ids()))),
     })?;
-    let model = config.with_experts(model)?;
+    let model = config.with_experts(config.with_attention(model)?)?;
     config.check_groups(&model)?;
     Ok(model)
 }

@@ -72,6 +72,7 @@ mod signals;
 mod site_certificates;
 mod sizes;
 mod small;
+mod sparse_attention;
 mod stages;
 mod staged_generation;
 mod starts;

@@ -5,8 +5,9 @@ use super::*;
 use std::path::Path;
 
 /// Settings that always have an effect.
-const ALWAYS: [&str; 59] = [
+const ALWAYS: [&str; 60] = [
     "plan",
+    "attention",
     "layers",
     "heads",
     "dim",

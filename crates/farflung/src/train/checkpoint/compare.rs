@@ -13,7 +13,7 @@ use crate::config::shared::{NamedValue, is_planned};
 use crate::{Error, Result, TrainArgs};
 
 /// The settings of a model's shape.
-const SHAPE: [&str; 6] = ["model", "layers", "heads", "dim", "context", "vocab"];
+const SHAPE: [&str; 7] = ["model", "layers", "heads", "dim", "context", "vocab", "attention"];
 
 /// Checks that the run can continue from the checkpoint. Each step must have the same sequences, but the model
 /// and the batch may be divided differently among ranks.

@@ -161,6 +161,11 @@ pub const AXES: &[Axis] = &[
         set: |config, value| config.document_mask = read(value),
     },
     Axis {
+        name: "attention",
+        values: || words(["full", "window:6", "bigbird:3,1,1+block:2/full"]),
+        set: |config, value| config.attention = Some(read(value)),
+    },
+    Axis {
         name: "objective",
         values: || words(Objective::ALL),
         set: |config, value| config.objective = read(value),

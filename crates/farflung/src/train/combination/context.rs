@@ -39,6 +39,14 @@ pub(super) const RULES: &[Rule] = &[
         },
     },
     Rule {
+        axes: ["context-parallel", "attention"],
+        refuses: |choices| {
+            let pattern = choices.tiles.filter(|_| choices.reads_together())?;
+            let why = "of the keys of another rank, a query has one range, as with full and window";
+            Some(alone(choices, &format!("`attention` {pattern}"), why))
+        },
+    },
+    Rule {
         axes: ["context-parallel", "expert"],
         refuses: |choices| {
             let why = "routers of experts take all tokens of a sequence";

@@ -205,6 +205,26 @@ fn divided_sequences_are_predicted_to_the_byte() {
 }
 
 #[test]
+fn tiles_of_sparse_attention_are_predicted_to_the_byte() {
+    for (stages, tensor, attention) in [
+        (1, 1, "strided:3"),
+        (1, 2, "fixed:2,1,2+block:2"),
+        (2, 1, "bigbird:3,1,1+block:2/window:3"),
+        (2, 2, "window:3+sinks:1/full"),
+    ] {
+        let config = TrainConfig {
+            workers: stages * tensor,
+            tensor,
+            attention: Some(attention.parse().unwrap()),
+            ..config(stages, Method::OneFOneB)
+        };
+        let job = job(config);
+        let predicted: Vec<_> = step_memory(&job).unwrap().iter().map(buffers).collect();
+        assert_eq!(predicted, measured(&job), "{stages} stages, {tensor}, {attention}");
+    }
+}
+
+#[test]
 fn shards_of_the_state_are_predicted_to_the_byte() {
     for (zero, stages, tensor, weights, optimizer) in [
         (1, 1, 1, vec![1, 1], "adamw"),
