@@ -146,6 +146,7 @@ mod simulate_scale;
 mod slow_link;
 mod smollm2;
 mod soak;
+mod sparse;
 mod split_brain;
 mod strangers;
 mod streaming;
@@ -213,6 +214,7 @@ pub const BENCHES: &[Bench] = &[
     moe::BENCH,
     tensor_parallel::BENCH,
     context_parallel::BENCH,
+    sparse::BENCH,
     zero::BENCH,
     infinity::BENCH,
     larger_than_one::BENCH,

@@ -148,6 +148,7 @@ short! {
     trainer_cost: "trainer-cost",
     tensor_parallel: "tensor-parallel",
     context_parallel: "context-parallel",
+    sparse: "sparse",
     tune: "tune",
     utilisation: "utilisation",
     zero: "zero",
