@@ -50,6 +50,11 @@ impl TrainConfig {
         check("tune", &self.tune, !trials, expected)
     }
 
+    /// Returns whether replicas divide gradients, too.
+    pub(crate) const fn divides_gradients(&self) -> bool {
+        self.zero > 1
+    }
+
     /// Returns the share of the optimizer's state that a replica of several keeps.
     pub(crate) fn share_of_state(&self, replica: usize, replicas: usize) -> ShareOfState {
         let weights = match &self.zero_weights {

@@ -172,7 +172,7 @@ fn of_rank(
         let bytes = if plan.divides_gradients() {
             let units = executor.parts.values().flat_map(|part| part.stage.backward_ranges());
             let largest = units.map(|unit| unit.len() as u64 * F32).max().unwrap_or(0);
-            scattering(largest.into(), holders, bucket)
+            scattering(largest.into(), (own.into(), averaged_bytes.into()), holders, bucket)
         } else {
             let holders = holders.max(plan.tensor_ranks() as usize);
             let averages = averaging(&level.codec, averaged_bytes.into(), holders, bucket);

@@ -71,14 +71,20 @@ pub(in crate::train) fn sharing(model: u128, own: u128, holders: usize, bucket: 
 }
 
 /// Returns the peak bytes of the windows in which `holders` ranks send each other the gradients of units of at
-/// most `unit` bytes, in place of [`averaging`]: values, the sum of what the rank owns of them, and
-/// contributions that came before others.
-pub(in crate::train) fn scattering(unit: u128, holders: usize, bucket: usize) -> u128 {
+/// most `unit` bytes, in place of [`averaging`]: values, the sum of what the rank owns of them (`own` bytes of a
+/// part of `model`), and contributions that came before others.
+pub(in crate::train) fn scattering(
+    unit: u128,
+    (own, model): (u128, u128),
+    holders: usize,
+    bucket: usize,
+) -> u128 {
     let window = unit.min(bucket as u128);
-    let of_window = usize::try_from(window / F32).unwrap_or(usize::MAX);
+    let owned = window.saturating_mul(own).div_ceil(model.max(1));
+    let of_window = usize::try_from(owned / F32).unwrap_or(usize::MAX);
     let others = holders.saturating_sub(2) as u128;
     let waiting = waiting_at_owner(of_window) as u128 * F32 * others;
-    Shards::IN_FLIGHT as u128 * (2 * window + waiting)
+    Shards::IN_FLIGHT as u128 * (window + owned + waiting)
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use farflung_zoo::ModelSpec;
 use super::super::boundary::held_bytes;
 use super::super::links::shared_memory;
 use super::super::pieces::{CHUNK_LEN, CHUNK_WINDOW};
-use super::buckets::{averaging, sharing};
+use super::buckets::{averaging, scattering, sharing};
 use super::data::{Data, token_bytes};
 use super::rank_memory::RankMemory;
 use crate::config::choice::{Resume, StatePlace, StoreKind};
@@ -237,8 +237,10 @@ impl RankGroup<'_> {
         let here = in_host_memory(config.device.of(rank));
         if here {
             need.add(MemoryPurpose::Parameters, model.saturating_add(position.versions.saturating_mul(F32)));
-            need.add(MemoryPurpose::Gradients, model);
             let state = config.share_of_state(at.data as usize, replicas);
+            let units = position.units.saturating_mul(F32);
+            let divided = state.of(model).saturating_add(units);
+            need.add(MemoryPurpose::Gradients, if config.divides_gradients() { divided } else { model });
             if config.state == StatePlace::Device {
                 need.add(MemoryPurpose::Optimizer, state.of(model.saturating_mul(states + work)));
             }
@@ -272,11 +274,19 @@ impl RankGroup<'_> {
 
         // Number of ranks that average the same part of the model.
         let holders = replicas * position.copies as usize;
-        let saved = self.averaging(&mut need, model, holders, here);
+        let bucket = (config.bucket_mb * 1e6) as usize;
+        let own = config.share_of_state(at.data as usize, replicas).of(model);
+        let saved = if config.divides_gradients() {
+            let unit = position.units.saturating_mul(F32);
+            need.add(MemoryPurpose::Averaging, scattering(unit, (own, model), holders, bucket));
+            0
+        } else {
+            self.averaging(&mut need, model, holders, here)
+        };
         if config.zero > 0 {
-            let own = config.share_of_state(at.data as usize, replicas).of(model);
-            let bytes = sharing(model, own, holders, (config.bucket_mb * 1e6) as usize);
-            need.add(MemoryPurpose::Averaging, bytes.sums.saturating_add(bytes.windows));
+            let bytes = sharing(model, own, holders, bucket);
+            let sums = if config.divides_gradients() { 0 } else { bytes.sums };
+            need.add(MemoryPurpose::Averaging, sums.saturating_add(bytes.windows));
         }
         self.activations(&mut need, position, here);
 

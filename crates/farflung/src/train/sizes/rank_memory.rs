@@ -20,6 +20,8 @@ use farflung_parallel::Recompute;
 pub(super) struct RankMemory {
     /// f32 values of its parameters, padding included.
     pub(super) parameters: u128,
+    /// Number of gradients of units at a time, where those of each leave when they are final.
+    pub(super) units: u128,
     /// f32 values of older versions of its parameters and of the second gradient buffer that goes with them.
     pub(super) versions: u128,
     /// Whether parameters change within a step.
@@ -53,6 +55,13 @@ fn parameters(profile: &ModelProfile, blocks: Range<usize>, first: bool, last: b
     let table = when(last && !first && profile.tied, profile.table.next_multiple_of(PADDING));
     let ends = when(first, profile.embedding.padded_parameters) + when(last, profile.head.padded_parameters);
     of_blocks + u128::from(ends + table)
+}
+
+/// Returns the number of gradients of units that a backward pass has at the same time, where those of each unit
+/// leave when they are final: the embeddings or the table, which a tied head begins, a block, and the head.
+fn units(profile: &ModelProfile, blocks: Range<usize>, first: bool, last: bool) -> u128 {
+    let block = |at: usize| parameters(profile, at..at + 1, false, false);
+    parameters(profile, 0..0, first, last) + blocks.map(block).max().unwrap_or(0)
 }
 
 /// Parameters in flat buffers begin at multiples of this many values.
@@ -103,6 +112,7 @@ pub(super) fn whole(config: &TrainConfig, model: &ModelSpec) -> RankMemory {
     };
     RankMemory {
         parameters: parameters(&profile, 0..layers, true, true),
+        units: units(&profile, 0..layers, true, true),
         copies: 1,
         held: kept + each.while_back,
         logits: each.logits,
@@ -133,6 +143,8 @@ pub(super) fn pipeline(
             let size = parameters(&profile, own.start as usize..own.end as usize, first, last);
             let versions = order.updates().versions_held(part, depth);
             position.parameters += size;
+            let units = units(&profile, own.start as usize..own.end as usize, first, last);
+            position.units = position.units.max(units);
             position.within = order.updates() != Updates::Flush;
             position.versions += size * u128::from(if versions > 1 { versions } else { 0 });
         }

@@ -193,6 +193,9 @@ fn settings_that_hold_more_need_more() {
     let sgd = TrainConfig { optimizer: OptimizerKind::of(&SGD), momentum: 0.0, ..small() };
     let moments = adam - need(sgd);
     assert!((2 * model..3 * model).contains(&moments), "{moments}");
+    // Of gradients, each of four ranks keeps a quarter, and none in buckets.
+    let divided = |zero| need(TrainConfig { zero, codec: "none".parse().unwrap(), ..small() });
+    assert!(divided(2) + model < divided(1), "{} {}", divided(2), divided(1));
     let diloco = TrainConfig { sync: SyncKind::of(&DILOCO), ..small() };
     assert!(need(diloco) > adam + 3 * model);
     // Where replicas differ, their own parameters are kept while the common ones are in use.
