@@ -70,9 +70,9 @@ pub(in crate::train) fn sharing(model: u128, own: u128, holders: usize, bucket: 
     SharingBytes { sums: own + waiting, windows: model.min(Shards::IN_FLIGHT as u128 * bucket as u128) }
 }
 
-/// Returns the peak bytes of the windows in which `holders` ranks send each other the gradients of units of at
-/// most `unit` bytes, in place of [`averaging`]: values, the sum of what the rank owns of them (`own` bytes of a
-/// part of `model`), and contributions that came before others.
+/// Returns the peak bytes of the windows in which `holders` ranks send each other the gradients of units of
+/// at most `unit` bytes, in place of [`averaging`]: values, the sum of what the rank owns of them (`own`
+/// bytes of a part of `model`), and contributions that came before others.
 pub(in crate::train) fn scattering(
     unit: u128,
     (own, model): (u128, u128),
