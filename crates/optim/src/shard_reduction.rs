@@ -89,6 +89,7 @@ impl ShardReduction {
     ) -> Result<(), OptimError> {
         assert_eq!(unit.shape().len(), range.len(), "the values of the range");
         let me = self.comm.rank().index();
+        assert_eq!(own.shape().len(), self.shards.of(me).len(), "the sums of the shard");
         for window in self.shards.within(&range).windows(self.most) {
             while self.going.len() >= Shards::IN_FLIGHT {
                 self.arrive(own)?;

@@ -18,8 +18,8 @@ pub struct TileMask {
     words: Tensor,
     heads: usize,
     tokens: usize,
-    /// Number of pairs of the queries before each, of all heads together; then of all.
-    pairs: Vec<u64>,
+    /// Number of pairs that are computed for the queries before each, of all heads together; then of all.
+    computed: Vec<u64>,
 }
 
 impl TileMask {
@@ -39,9 +39,9 @@ impl TileMask {
         if u32::try_from(words.len()).is_err() {
             return refuse("words", words.len(), u32::MAX as usize);
         }
-        let pairs = (0..=lists.tokens()).map(|end| lists.pairs(0..end)).collect();
+        let computed = (0..=lists.tokens()).map(|end| lists.computed(0..end)).collect();
         let words = device.tensor(&words, words.len())?;
-        Ok(Self { words, heads: lists.heads(), tokens: lists.tokens(), pairs })
+        Ok(Self { words, heads: lists.heads(), tokens: lists.tokens(), computed })
     }
 
     /// Returns the number of heads of queries.
@@ -56,10 +56,11 @@ impl TileMask {
         self.tokens
     }
 
-    /// Returns the number of pairs of some queries and the keys that they attend to, of all heads together.
+    /// Returns the number of pairs that are computed for some queries, of all heads together: of each tile that
+    /// has a pair, all up to the queries' own.
     #[must_use]
-    pub fn pairs(&self, queries: Range<usize>) -> u64 {
-        let before = |query: usize| self.pairs[query.min(self.tokens)];
+    pub fn computed(&self, queries: Range<usize>) -> u64 {
+        let before = |query: usize| self.computed[query.min(self.tokens)];
         before(queries.end).saturating_sub(before(queries.start))
     }
 

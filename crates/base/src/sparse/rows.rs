@@ -128,6 +128,14 @@ fn window_of(windows: &[u32], row: u64) -> u64 {
     start + (row - start) / last * last
 }
 
+/// Numbers of tiles of keys that tiles of queries do not exceed.
+pub(super) struct MostTiles {
+    /// Of each tile of queries.
+    pub(super) of_each: u64,
+    /// Number of tiles of queries that attend to all keys.
+    pub(super) whole: u64,
+}
+
 impl AttentionPattern {
     /// Returns a head of a layer with this pattern.
     #[must_use]
@@ -135,12 +143,41 @@ impl AttentionPattern {
         PatternHead { pattern: self, layer, head }
     }
 
+    /// Returns whether blocks are drawn.
+    pub(super) const fn draws(self) -> bool {
+        matches!(self.shape, Shape::Variable { random: 1.., .. } | Shape::BigBird { random: 1.., .. })
+    }
+
+    /// Returns numbers of tiles that lists do not exceed.
+    pub(super) fn most_tiles(self, tile: u64) -> MostTiles {
+        let block = u64::from(self.block);
+        // Those of a range of keys that moves with the queries, and those of a block.
+        let moving = |keys: u64| keys.div_ceil(tile) + 2;
+        let of_block = if tile.is_multiple_of(block) { 1 } else { moving(block) };
+        let rows = tile.div_ceil(block) + u64::from(!tile.is_multiple_of(block));
+        let drawn = |random: u32| u64::from(random).saturating_mul(rows).saturating_mul(of_block);
+        let sinks = u64::from(self.sinks).div_ceil(tile);
+        let (of_each, whole) = match self.shape {
+            Shape::Full | Shape::Strided(_) | Shape::Fixed { .. } => (u64::MAX / 2, 0),
+            Shape::Window(keys) => (moving(keys.into()), 0),
+            Shape::Variable { windows, global, random } => {
+                let window = windows.as_slice().iter().copied().max().map_or(0, u64::from);
+                (moving(window * block) + global.as_slice().len() as u64 * of_block + drawn(random), 0)
+            }
+            Shape::BigBird { window, global, random } => {
+                let first = (u64::from(global) * block).div_ceil(tile);
+                (moving(u64::from(window / 2 + 1) * block) + first + drawn(random), first)
+            }
+        };
+        MostTiles { of_each: of_each.saturating_add(sinks), whole }
+    }
+
     /// Returns the number of the first head that has the same keys as this one.
     #[must_use]
     pub const fn same_as_head(self, head: u32) -> u32 {
         match self.shape {
             Shape::Fixed { patterns, .. } => head % patterns,
-            Shape::Variable { random: 1.., .. } | Shape::BigBird { random: 1.., .. } => head,
+            _ if self.draws() => head,
             _ => 0,
         }
     }

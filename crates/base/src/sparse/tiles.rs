@@ -62,6 +62,8 @@ pub struct TileLists {
     bits: Vec<TileBits>,
     /// Number of pairs of the queries before each, of all heads together; then of all.
     pairs: Vec<u64>,
+    /// Likewise of the pairs up to each query's own in tiles that have some: those that kernels compute.
+    computed: Vec<u64>,
 }
 
 impl HeadTiles {
@@ -118,7 +120,7 @@ impl TileLists {
         let mut known: HashMap<u32, u32> = HashMap::new();
         let mut made = Maker::new(tokens, tile);
         let mut layouts = Vec::new();
-        let mut counts: Vec<Vec<u32>> = Vec::new();
+        let mut counts: Vec<RowCounts> = Vec::new();
         let mut of_heads = Vec::new();
         for head in heads {
             let at = *known.entry(same(head)).or_insert_with(|| {
@@ -129,12 +131,16 @@ impl TileLists {
             });
             of_heads.push(at);
         }
-        let mut pairs = vec![0; tokens + 1];
-        for query in 0..tokens {
-            let own: u64 = of_heads.iter().map(|&at| u64::from(counts[at as usize][query])).sum();
-            pairs[query + 1] = pairs[query] + own;
-        }
-        Self { tokens, tile, heads: of_heads, layouts, bits: made.bits, pairs }
+        let sums = |of: fn(&RowCounts) -> &[u32]| {
+            let mut sums = vec![0; tokens + 1];
+            for query in 0..tokens {
+                let own: u64 = of_heads.iter().map(|&at| u64::from(of(&counts[at as usize])[query])).sum();
+                sums[query + 1] = sums[query] + own;
+            }
+            sums
+        };
+        let (pairs, computed) = (sums(|counts| &counts.kept), sums(|counts| &counts.computed));
+        Self { tokens, tile, heads: of_heads, layouts, bits: made.bits, pairs, computed }
     }
 
     /// Makes the tiles of heads whose pairs, of a query and a key up to its own, are given one by one: for
@@ -217,8 +223,42 @@ impl TileLists {
     /// Returns the number of pairs of some queries, of all heads together. Queries beyond the last have none.
     #[must_use]
     pub fn pairs(&self, queries: Range<usize>) -> u64 {
-        let before = |query: usize| self.pairs[query.min(self.tokens)];
+        self.between(&self.pairs, queries)
+    }
+
+    /// Returns the number of pairs that kernels compute for some queries, of all heads together: of each tile
+    /// that has a pair, all up to the queries' own.
+    #[must_use]
+    pub fn computed(&self, queries: Range<usize>) -> u64 {
+        self.between(&self.computed, queries)
+    }
+
+    fn between(&self, sums: &[u64], queries: Range<usize>) -> u64 {
+        let before = |query: usize| sums[query.min(self.tokens)];
         before(queries.end).saturating_sub(before(queries.start))
+    }
+}
+
+/// Numbers of pairs of each query of a head.
+#[derive(Debug)]
+struct RowCounts {
+    kept: Vec<u32>,
+    computed: Vec<u32>,
+}
+
+impl AttentionPattern {
+    /// Returns a number of words of 32 bits that the lists of some heads do not exceed, without making them:
+    /// what a text from elsewhere may ask for is known before.
+    #[must_use]
+    pub fn most_words(self, heads: u32, tokens: usize, tile: usize) -> u64 {
+        let (tile, side) = (tile.max(1) as u64, tokens.div_ceil(tile.max(1)) as u64);
+        let layouts = (0..heads).filter(|&head| self.same_as_head(head) == head).count() as u64;
+        let most = self.most_tiles(tile);
+        let moving = side.saturating_mul(most.of_each).saturating_add(side * most.whole.min(side));
+        let tiles = moving.min(side * (side + 1) / 2);
+        // Two words in each of both lists; drawn pairs differ from tile to tile.
+        let each = if self.draws() { 4 + tile * tile.div_ceil(32) } else { 4 };
+        layouts.saturating_mul(tiles.saturating_mul(each).saturating_add(4 * side))
     }
 }
 
@@ -256,15 +296,15 @@ impl Maker {
         Self { tokens, tile, bits: Vec::new(), known: HashMap::new(), slots }
     }
 
-    /// Returns the tiles of a head, and the number of pairs of each query.
-    fn layout(&mut self, mut kept: impl FnMut(u64, &mut dyn FnMut(Range<u64>))) -> (HeadTiles, Vec<u32>) {
+    /// Returns the tiles of a head, and the numbers of pairs of each query.
+    fn layout(&mut self, mut kept: impl FnMut(u64, &mut dyn FnMut(Range<u64>))) -> (HeadTiles, RowCounts) {
         let (tile, words) = (self.tile, self.tile.div_ceil(64));
         let mut lists = Lists { starts: vec![0], tiles: Vec::new() };
-        let mut counts = vec![0; self.tokens];
+        let mut counts = RowCounts { kept: vec![0; self.tokens], computed: vec![0; self.tokens] };
         let mut touched: Vec<(u32, TileBits)> = Vec::new();
         for first in (0..self.tokens).step_by(tile) {
             let end = self.tokens.min(first + tile);
-            for (query, count) in (first..end).zip(&mut counts[first..end]) {
+            for (query, count) in (first..end).zip(&mut counts.kept[first..end]) {
                 let row = (query - first) * words;
                 kept(query as u64, &mut |keys| {
                     for at in keys.start as usize / tile..(keys.end as usize).div_ceil(tile) {
@@ -280,6 +320,11 @@ impl Maker {
                 });
                 let of_row = touched.iter().flat_map(|(_, bits)| &bits[row..row + words]);
                 *count = of_row.map(|word| word.count_ones()).sum();
+            }
+            for (query, count) in (first..end).zip(&mut counts.computed[first..end]) {
+                let up_to_own =
+                    |(at, _): &(u32, TileBits)| (query + 1 - *at as usize * tile).min(tile) as u32;
+                *count = touched.iter().map(up_to_own).sum();
             }
             touched.sort_unstable_by_key(|(at, _)| *at);
             for (at, bits) in touched.drain(..) {
@@ -364,6 +409,13 @@ mod tests {
         let of = |text: &str| TileLists::new(text.parse().unwrap(), 0, 0..1, 16_384, 64).pairs(0..16_384);
         assert_eq!([of("window:256"), of("full")], [4_161_664, 134_225_920]);
         assert_eq!(counts("fixed:4,1", 16_384, 16).0, 133_120);
+        let computed =
+            |text: &str| TileLists::new(text.parse().unwrap(), 0, 0..1, 16_384, 64).computed(0..16_384);
+        // All of four tiles, and half of the own one, of each query but the first ones.
+        assert_eq!(
+            [computed("window:256"), computed("full")],
+            [(1_270 - 256) * 4_096 + 256 * 2_080, 134_225_920]
+        );
     }
 
     /// All lists against the rule, pair by pair.
@@ -411,6 +463,37 @@ mod tests {
                 assert_eq!(tiles.pairs(0..tokens), pairs, "{text}");
             }
         }
+    }
+
+    /// What lists may need is known without them, and is not far from what they do.
+    #[test]
+    fn the_most_words_of_lists_are_known() {
+        for (text, times) in [
+            ("window:256+sinks:4", 2),
+            ("strided:64", 3),
+            ("fixed:4,1,4", 16),
+            ("variable:1,2,3+global:0", 3),
+            ("bigbird:3,1,0+block:64", 3),
+            ("variable:1+random:256+block:1", 5),
+            // Tiles with drawn blocks are often alike.
+            ("variable:1,2,3+global:0+random:2", u64::MAX),
+            ("bigbird:3,1,3+block:64", u64::MAX),
+            ("bigbird:3,1,2+block:9", u64::MAX),
+        ] {
+            let pattern: AttentionPattern = text.parse().unwrap();
+            for (tokens, tile) in [(4096, 64), (1000, 32)] {
+                let tiles = TileLists::new(pattern, 0, 0..4, tokens, tile);
+                let kinds = tiles.bits().len() * tile * tile.div_ceil(32);
+                let of = |layout: &HeadTiles| 4 * layout.touched() + 4 * tiles.side();
+                let lists: usize = tiles.layouts().iter().map(of).sum();
+                let drawn = if pattern.draws() { kinds } else { 0 };
+                let (words, most) = ((lists + drawn) as u64, pattern.most_words(4, tokens, tile));
+                assert!(words <= most && most / times <= words, "{text}: {words} of {most}");
+            }
+        }
+        let large: AttentionPattern = "variable:1+random:256+block:1".parse().unwrap();
+        assert!(large.most_words(4, 1 << 16, 64) > 1 << 27);
+        assert_eq!(AttentionPattern::FULL.most_words(u32::MAX, 0, 64), 0);
     }
 
     /// Nothing grows with the square of the number of tokens: a window has few kinds of partial tiles.

@@ -132,6 +132,12 @@ impl Setting for LayerPatterns {
          bigbird:W,G,R, where W, S, L and P are at least 1, with fields such as +sinks:4"
             .to_owned()
     }
+    fn expected_not(text: &str) -> String {
+        match text.parse::<Self>() {
+            Err(error) => format!("{}: {error}", Self::expected()),
+            Ok(_) => Self::expected(),
+        }
+    }
     fn parse(text: &str) -> Option<Self> {
         text.parse().ok()
     }

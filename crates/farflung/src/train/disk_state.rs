@@ -378,9 +378,8 @@ fn identity(names: &[String], layout: &ParamLayout, shard: &Shard) -> [u8; 32] {
     for param in layout.params() {
         hash.update(format!("{} {} {}\n", param.name, param.shape, param.start).as_bytes());
     }
-    for range in shard.ranges() {
-        hash.update(format!("{}..{}", range.start, range.end).as_bytes());
-    }
+    let ranges: Vec<String> = shard.ranges().iter().map(|r| format!("{}..{}", r.start, r.end)).collect();
+    hash.update(ranges.join(";").as_bytes());
     hash.finalize().into()
 }
 

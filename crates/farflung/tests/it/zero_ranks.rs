@@ -106,6 +106,9 @@ fn shards_work_with_every_schedule_that_ends_a_step_at_once() {
         done(&run, &format!("{method}-whole"), &args);
         done(&run, &format!("{method}"), &format!("{args} --zero 1 --zero-weights 1,2 --check-every 1"));
         assert!(weights(&run, method.name(), 3) == weights(&run, &format!("{method}-whole"), 3), "{method}");
+        if method == Method::TeraPipe {
+            continue;
+        }
         let args = format!("{args} --model untied.json");
         let whole = done(&run, &format!("{method}-1"), &format!("{args} --zero 1"));
         let divided = done(&run, &format!("{method}-2"), &format!("{args} --zero 2 --check-every 1"));
@@ -213,9 +216,14 @@ fn what_cannot_be_divided_is_refused_with_the_reason() {
         "model_type": "gpt2", "vocab_size": 256, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_positions": 8,
     });
     fs::write(run.at("gpt2.json"), tied.to_string()).unwrap();
+    untied(&run);
     for (args, reason) in [
         ("--workers 2 --zero 3", "stage 3, which divides parameters, is not implemented yet"),
         ("--workers 2 --zero 9", "`zero` is 9, expected 0, 1 or 2"),
+        (
+            "--workers 4 --stages 2 --schedule terapipe --zero 2 --model untied.json",
+            "`zero` is 2, expected 0 or 1 with terapipe",
+        ),
         ("--mesh data=2,tensor=2 --zero 2", "`zero` is 2, expected 0 or 1 with `tensor` above 1"),
         ("--workers 4 --stages 2 --zero 2 --model gpt2.json", "expected 0 or 1 for a model whose head is"),
         ("--workers 1 --zero 1", "there is one replica, which divides nothing"),

@@ -167,6 +167,9 @@ impl Plan {
                 "ranks along the tensor axis add up the gradients of what they do not divide; 1 works",
             );
         }
+        if stage > 1 && self.pipeline.slices.len() > 1 {
+            return refused("gradients would leave after each slice of a sequence; 1 works");
+        }
         let first = self.microbatches.first();
         if stage > 1 && self.microbatches.iter().any(|count| Some(count) != first) {
             return refused(

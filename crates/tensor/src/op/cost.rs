@@ -29,7 +29,7 @@ impl Op<'_> {
         let causal = |y: Shape, past: usize, mask: &Mask<'_>| {
             let rows = n(y).checked_div(length(y) as u128).unwrap_or(0);
             if let Some(tiles) = mask.keys.tiles() {
-                let pairs = 2 * u128::from(tiles.pairs(past..past.saturating_add(length(y))));
+                let pairs = 2 * u128::from(tiles.computed(past..past.saturating_add(length(y))));
                 return (pairs * rows).checked_div(tiles.heads() as u128).unwrap_or(0);
             }
             // y is [B, T, C]. Each of B sequences has T (T + 1) / 2 pairs of query and key among the new
@@ -102,8 +102,10 @@ impl Op<'_> {
                 AttendedKeys::All => past,
                 AttendedKeys::Window(window) => window.saturating_sub(1),
                 AttendedKeys::Tiles(tiles) => {
-                    let pairs = tiles.pairs(past..past.saturating_add(length(y)));
-                    usize::try_from(pairs).unwrap_or(past)
+                    // Those of the average query of a head.
+                    let pairs = tiles.computed(past..past.saturating_add(length(y)));
+                    let queries = (tiles.heads() * length(y)) as u64;
+                    usize::try_from(pairs.checked_div(queries).unwrap_or(0)).unwrap_or(past)
                 }
             };
             let cached = past.min(most);

@@ -363,10 +363,10 @@ fn bits_do_not_depend_on_threads_and_parts_have_those_of_the_whole() {
 }
 
 #[test]
-fn tiles_that_do_not_fit_are_refused_and_costs_are_those_of_the_pairs() {
-    let (cpu, s) = (Device::cpu(1).unwrap(), Sizes::new(1, 100, 2, 1, 4));
+fn tiles_that_do_not_fit_are_refused_and_costs_are_those_of_the_tiles() {
+    let (cpu, s) = (Device::cpu(1).unwrap(), Sizes::new(1, 200, 2, 1, 4));
     let (tiles, _) = pattern_mask(&cpu, "window:10", 0, s);
-    let lists = |heads, tile| TileLists::new(AttentionPattern::FULL, 0, 0..heads, 106, tile);
+    let lists = |heads, tile| TileLists::new(AttentionPattern::FULL, 0, 0..heads, 206, tile);
     assert!(matches!(
         TileMask::new(&cpu, &lists(2, 32)),
         Err(TensorError::Tiles { found: 32, bound: 64, .. })
@@ -384,9 +384,12 @@ fn tiles_that_do_not_fit_are_refused_and_costs_are_those_of_the_pairs() {
         let flops = op.flops();
         cpu.run(op).map(|()| flops)
     };
-    // Two heads, four operations for each pair and value.
-    assert_eq!(run(100, &tiles, false), Ok((45 + 91 * 10) * 2 * 4 * 4));
-    refused(run(106, &tiles, false).map(drop), &["105 tokens, expected 106"]);
-    refused(run(100, &other_heads, false).map(drop), &["1 heads, expected 2"]);
-    refused(run(100, &tiles, true).map(drop), &["prefixes"]);
+    // The keys of the query's tile up to its own, and the tile before; two heads, four operations for each pair
+    // and value.
+    let own = 64 * 65 / 2;
+    let computed = 3 * own + 2 * 64 * 64 + (8 * 64 + 36);
+    assert_eq!(run(200, &tiles, false), Ok(computed * 2 * 4 * 4));
+    refused(run(206, &tiles, false).map(drop), &["205 tokens, expected 206"]);
+    refused(run(200, &other_heads, false).map(drop), &["1 heads, expected 2"]);
+    refused(run(200, &tiles, true).map(drop), &["prefixes"]);
 }

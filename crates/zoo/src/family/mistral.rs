@@ -45,7 +45,6 @@ fn read(fields: &Fields<'_>) -> Result<ModelSpec, ZooError> {
 
 fn write(spec: &ModelSpec) -> Map<String, Value> {
     let mut json = gated::write(spec, "MistralForCausalLM");
-    let window = spec.blocks.first().and_then(|run| run.block.attention.pattern.window());
-    json.insert("sliding_window".to_owned(), window.into());
+    json.insert("sliding_window".to_owned(), spec.window_of_all().into());
     json
 }

@@ -87,7 +87,7 @@ fn read(fields: &Fields<'_>) -> Result<ModelSpec, ZooError> {
 fn write(spec: &ModelSpec) -> Map<String, Value> {
     let mut all = gated::write(spec, "MixtralForCausalLM");
     let block = spec.blocks.first().map(|run| run.block);
-    all.insert("sliding_window".to_owned(), block.and_then(|block| block.attention.pattern.window()).into());
+    all.insert("sliding_window".to_owned(), spec.window_of_all().into());
     if let Some(experts) = block.and_then(|block| block.experts) {
         all.insert("num_experts_per_tok".to_owned(), experts.per_token.into());
         all.insert("num_local_experts".to_owned(), experts.count.into());

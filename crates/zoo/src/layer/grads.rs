@@ -10,12 +10,12 @@ use super::Result;
 /// The gradients of a stage.
 #[derive(Debug)]
 pub struct Grads<'a> {
-    into: Into<'a>,
+    into: Destination<'a>,
     accumulate: bool,
 }
 
 #[derive(Debug)]
-enum Into<'a> {
+enum Destination<'a> {
     Flat(&'a mut Tensor),
     Units(&'a mut UnitGrads),
 }
@@ -24,13 +24,13 @@ impl<'a> Grads<'a> {
     /// Returns gradients in a flat buffer of the stage's layout. `accumulate`: whether they are added to those
     /// that it has, instead of overwriting them.
     pub const fn flat(flat: &'a mut Tensor, accumulate: bool) -> Self {
-        Self { into: Into::Flat(flat), accumulate }
+        Self { into: Destination::Flat(flat), accumulate }
     }
 
     /// Returns the gradients of one microbatch in a buffer for each unit, which exists from the first gradient
     /// in it until [`Grads::take`].
     pub const fn by_unit(units: &'a mut UnitGrads) -> Self {
-        Self { into: Into::Units(units), accumulate: false }
+        Self { into: Destination::Units(units), accumulate: false }
     }
 
     /// Returns whether a layer adds to the gradients instead of overwriting them.
@@ -43,8 +43,8 @@ impl<'a> Grads<'a> {
     #[must_use]
     pub const fn as_flat(&self) -> Option<&Tensor> {
         match &self.into {
-            Into::Flat(flat) => Some(flat),
-            Into::Units(_) => None,
+            Destination::Flat(flat) => Some(flat),
+            Destination::Units(_) => None,
         }
     }
 
@@ -52,8 +52,8 @@ impl<'a> Grads<'a> {
     /// buffer, or if no gradient of the unit was written.
     pub fn take(&mut self, unit: &Range<usize>) -> Option<Tensor> {
         match &mut self.into {
-            Into::Flat(_) => None,
-            Into::Units(units) => units.take(unit),
+            Destination::Flat(_) => None,
+            Destination::Units(units) => units.take(unit),
         }
     }
 
@@ -64,8 +64,8 @@ impl<'a> Grads<'a> {
         first: usize,
     ) -> Result<[ViewMut<'_>; N]> {
         match &mut self.into {
-            Into::Flat(flat) => Ok(layout.views_mut(flat, first)?),
-            Into::Units(units) => units.of(layout, first),
+            Destination::Flat(flat) => Ok(layout.views_mut(flat, first)?),
+            Destination::Units(units) => units.of(layout, first),
         }
     }
 }

@@ -14,6 +14,8 @@ const MLP_WIDTH: usize = 1 << 20;
 const CONTEXT: usize = 1 << 24;
 /// Most tokens of a context with tiles, of which there may be as many as the square of it over 8192.
 const TILED_CONTEXT: usize = 1 << 18;
+/// Most words of 32 bits of the lists of tiles of a layer.
+const TILED_WORDS: u64 = 1 << 27;
 const VOCAB: usize = 1 << 24;
 const EXPERTS: usize = 1 << 12;
 
@@ -56,6 +58,10 @@ impl ModelSpec {
             let is_small = self.context <= TILED_CONTEXT || run.block.attention.pattern.is_one_range();
             let expected = "at most 262144 with a pattern of attention other than full and a window";
             ensure(is_small, "context", self.context, expected)?;
+            let expected =
+                "a shorter one, or another pattern of attention: its lists of tiles could exceed 512 MB";
+            let words = run.words_of_tiles(self.context);
+            ensure(words <= TILED_WORDS, "context", self.context, expected)?;
             let rotates = run.block.attention.rotary.is_some();
             let told = rotates != (self.positions == Positions::Learned);
             ensure(told, "positions", 0, "either a table of positions or a rotation in each block")?;

@@ -1,6 +1,7 @@
 //! Which keys the layers of a model attend to.
 
 use farflung_base::{AttentionPattern, LayerPatterns};
+use farflung_tensor::TileMask;
 
 use super::{ModelSpec, Run};
 use crate::ZooError;
@@ -46,6 +47,14 @@ impl ModelSpec {
         Err(ZooError::Config { field: "layers with a sparse pattern", value: others, expected })
     }
 
+    /// Returns the window that all blocks have; `None` if one has another, or another pattern.
+    pub(crate) fn window_of_all(&self) -> Option<usize> {
+        match self.windows()[..] {
+            [window] if self.pattern_of_tiles().is_none() => window,
+            _ => None,
+        }
+    }
+
     /// Returns the different windows of the blocks' attention, where the keys of each query are one range.
     pub(crate) fn windows(&self) -> Vec<Option<usize>> {
         let mut windows: Vec<_> =
@@ -53,5 +62,17 @@ impl ModelSpec {
         windows.sort_unstable();
         windows.dedup();
         windows
+    }
+}
+
+impl Run {
+    /// Returns a number of words that the lists of tiles of one of its blocks do not exceed.
+    pub(super) fn words_of_tiles(&self, context: usize) -> u64 {
+        let attention = &self.block.attention;
+        if attention.pattern.is_one_range() {
+            return 0;
+        }
+        let heads = u32::try_from(attention.heads.query).unwrap_or(u32::MAX);
+        attention.pattern.most_words(heads, context, TileMask::TILE)
     }
 }

@@ -52,7 +52,7 @@ pub(super) fn config_of(path: &Path, json: &Map<String, Value>) -> Result<ModelS
             fields.checked(spec.validate(), &[("context", PATTERNS)])?;
             Ok(spec)
         }
-        Some(Err(error)) => Err(fields.wrong(PATTERNS, error.expected.to_owned())),
+        Some(Err(error)) => Err(fields.wrong(PATTERNS, error.to_string())),
         None => Err(fields.wrong(PATTERNS, "text, such as \"window:256/full\"".to_owned())),
     }
 }

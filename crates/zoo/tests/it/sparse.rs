@@ -51,6 +51,10 @@ fn descriptions_read_back() {
     let long = windowed.replace("window:9/full", "strided:9").replace("200", "1000000");
     let said = config_from_text(Path::new("config.json"), &long).unwrap_err().to_string();
     assert!(said.contains("262144"), "{said}");
+    // What such a text could make the lists take is known before they are made.
+    let large = windowed.replace("window:9/full", "variable:1+random:256+block:1").replace("200", "65536");
+    let said = config_from_text(Path::new("config.json"), &large).unwrap_err().to_string();
+    assert!(said.contains("512 MB"), "{said}");
 }
 
 /// Each token sees the same keys whether it comes with the others or alone, after those in a cache.
@@ -83,7 +87,7 @@ fn tokens_that_come_one_by_one_have_the_logits_of_the_whole() {
 }
 
 #[test]
-fn costs_are_those_of_the_pairs() {
+fn costs_are_those_of_windows_and_tiles() {
     let of = |patterns: &str| {
         let profile = ModelProfile::of(&spec(patterns)).unwrap();
         profile.each_block().map(|block| block.forward.attention).collect::<Vec<_>>()
@@ -92,8 +96,10 @@ fn costs_are_those_of_the_pairs() {
     let (full, window) = (CONTEXT * (CONTEXT + 1) / 2, 45 + (CONTEXT - 9) * 9);
     assert_eq!(of("full"), [64 * full as u64; 4]);
     assert_eq!(of("window:9/full"), [window, full, window, full].map(|pairs| 64 * pairs as u64));
-    // The first token of each is a sink of those after its window.
-    let sinks = window + CONTEXT - 9;
+    // A tile of 64 queries and keys that has a pair is computed, up to the queries' own: the last eight queries
+    // have the first tile, the one before theirs, and theirs.
+    let (tile, own) = (64 * 64, 64 * 65 / 2);
+    let sinks = own + (tile + own) + (2 * tile + own) + (8 * 128 + 36);
     assert_eq!(of("window:9+sinks:1"), [64 * sinks as u64; 4]);
     assert_eq!(of("strided:1"), of("full"));
 }

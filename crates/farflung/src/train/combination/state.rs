@@ -86,6 +86,14 @@ pub(super) const RULES: &[Rule] = &[
         },
     },
     Rule {
+        axes: ["zero", "schedule"],
+        refuses: |choices| {
+            let order = choices.schedule.as_ref().filter(|order| order.slices && choices.zero.stage > 1)?;
+            let why = "gradients would leave after each slice of a sequence";
+            Some(choices.zero(format!("0 or 1 with {}: {why}", order.name)))
+        },
+    },
+    Rule {
         axes: ["zero", "tensor"],
         refuses: |choices| {
             let why = "these ranks add up the gradients of what they do not divide";
