@@ -15,8 +15,8 @@ use farflung_base::{AttentionPattern, LayerPatterns};
 use farflung_compress::link::LinkSpec;
 use farflung_optim::local::{Averages, LocalMethod};
 use farflung_optim::sync::SyncMethod;
-use farflung_parallel::ScheduleSource;
 use farflung_parallel::plan::NO_CODEC;
+use farflung_parallel::{Recompute, ScheduleSource};
 use farflung_tensor::Precision;
 use farflung_zoo::Objective;
 
@@ -63,6 +63,8 @@ struct Choices {
     paths: usize,
     /// What replicas divide of the state that all would hold.
     zero: Zero,
+    /// Whether layers are recomputed within the backward pass.
+    each_layer: bool,
     state: StatePlace,
 }
 
@@ -96,6 +98,7 @@ impl Choices {
             expert_ranks: config.expert,
             paths: config.path_count(),
             zero: Zero::wished(config),
+            each_layer: config.recompute == Recompute::EachLayer,
             ..Self::beside(&config.run_settings(), config.sync.row())
         }
     }
@@ -123,6 +126,7 @@ impl Choices {
             expert_ranks: 1,
             paths: 1,
             zero: Zero::default(),
+            each_layer: false,
             state: run.state,
         }
     }
@@ -140,6 +144,7 @@ impl Choices {
             forward: plan.links().iter().map(|links| links.forward).collect(),
             backward: plan.links().iter().map(|links| links.backward).collect(),
             precision: plan.precision,
+            each_layer: plan.parts.iter().any(|part| part.recompute == Recompute::EachLayer),
             stages: plan.stages() as usize,
             tensor: TensorAxis {
                 ranks: plan.tensor_ranks() as usize,
@@ -381,6 +386,14 @@ const RULES: &[Rule] = &[
             let why = "it computes the first tokens of a sequence before the others, and in a prefix they attend \
                        to these";
             Some(refuse("objective", objective, format!("causal with {}: {why}", order.name)))
+        },
+    },
+    Rule {
+        axes: ["recompute", "schedule"],
+        refuses: |choices| {
+            let order = choices.schedule.as_ref().filter(|order| order.slices && choices.each_layer)?;
+            let why = "slices of a sequence use each other's keys and values";
+            Some(refuse("recompute", Recompute::EachLayer, format!("another with {}: {why}", order.name)))
         },
     },
     Rule {
