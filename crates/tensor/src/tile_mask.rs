@@ -64,6 +64,12 @@ impl TileMask {
         before(queries.end).saturating_sub(before(queries.start))
     }
 
+    /// Returns the number of keys that are computed for the average of some queries of a head.
+    pub(crate) fn keys_of_each(&self, queries: Range<usize>) -> usize {
+        let rows = (self.heads * queries.len()) as u64;
+        usize::try_from(self.computed(queries).checked_div(rows).unwrap_or(0)).unwrap_or(usize::MAX)
+    }
+
     pub(crate) fn words(&self) -> View<'_> {
         self.words.view()
     }

@@ -63,8 +63,8 @@ struct Choices {
     paths: usize,
     /// What replicas divide of the state that all would hold.
     zero: Zero,
-    /// Whether layers are recomputed within the backward pass.
-    each_layer: bool,
+    /// What parts recompute.
+    recompute: Vec<Recompute>,
     state: StatePlace,
 }
 
@@ -98,7 +98,7 @@ impl Choices {
             expert_ranks: config.expert,
             paths: config.path_count(),
             zero: Zero::wished(config),
-            each_layer: config.recompute == Recompute::EachLayer,
+            recompute: vec![config.recompute],
             ..Self::beside(&config.run_settings(), config.sync.row())
         }
     }
@@ -126,7 +126,7 @@ impl Choices {
             expert_ranks: 1,
             paths: 1,
             zero: Zero::default(),
-            each_layer: false,
+            recompute: Vec::new(),
             state: run.state,
         }
     }
@@ -144,7 +144,7 @@ impl Choices {
             forward: plan.links().iter().map(|links| links.forward).collect(),
             backward: plan.links().iter().map(|links| links.backward).collect(),
             precision: plan.precision,
-            each_layer: plan.parts.iter().any(|part| part.recompute == Recompute::EachLayer),
+            recompute: plan.parts.iter().map(|part| part.recompute).collect(),
             stages: plan.stages() as usize,
             tensor: TensorAxis {
                 ranks: plan.tensor_ranks() as usize,
@@ -391,9 +391,11 @@ const RULES: &[Rule] = &[
     Rule {
         axes: ["recompute", "schedule"],
         refuses: |choices| {
-            let order = choices.schedule.as_ref().filter(|order| order.slices && choices.each_layer)?;
+            let order = choices.schedule.as_ref().filter(|order| order.slices)?;
             let why = "slices of a sequence use each other's keys and values";
-            Some(refuse("recompute", Recompute::EachLayer, format!("another with {}: {why}", order.name)))
+            choices.recompute.contains(&Recompute::EachLayer).then(|| {
+                refuse("recompute", Recompute::EachLayer, format!("another with {}: {why}", order.name))
+            })
         },
     },
     Rule {

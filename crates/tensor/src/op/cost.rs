@@ -101,12 +101,7 @@ impl Op<'_> {
             let most = match mask.keys {
                 AttendedKeys::All => past,
                 AttendedKeys::Window(window) => window.saturating_sub(1),
-                AttendedKeys::Tiles(tiles) => {
-                    // Those of the average query of a head.
-                    let pairs = tiles.computed(past..past.saturating_add(length(y)));
-                    let queries = (tiles.heads() * length(y)) as u64;
-                    usize::try_from(pairs.checked_div(queries).unwrap_or(0)).unwrap_or(past)
-                }
+                AttendedKeys::Tiles(tiles) => tiles.keys_of_each(past..past.saturating_add(length(y))),
             };
             let cached = past.min(most);
             (cached + length(y)) as u128 * (width * batch * size_of::<f32>()) as u128
