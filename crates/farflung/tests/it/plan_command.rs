@@ -157,6 +157,11 @@ fn auto_divides_the_state_where_machines_hold_it_but_not_the_averages_and_refuse
     assert!(what.ends_with(", state divided"), "{what}");
     assert!(divided["plan"].as_str().unwrap().contains("\nzero = 1\n"), "{divided}");
     write(&format!("{}B", needs - messages / 2));
+    // Half of the gradients, too, which need no buckets.
+    let divided = json(&args);
+    let what = divided["candidates"][0]["what"].as_str().unwrap();
+    assert!(what.ends_with(", state and gradients divided"), "{what}");
+    write(&format!("{}B", needs / 4));
     let output = plan(&args);
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && output.stdout.is_empty(), "{message}");
