@@ -143,11 +143,6 @@ impl AttentionPattern {
         PatternHead { pattern: self, layer, head }
     }
 
-    /// Returns whether blocks are drawn.
-    pub(super) const fn draws(self) -> bool {
-        matches!(self.shape, Shape::Variable { random: 1.., .. } | Shape::BigBird { random: 1.., .. })
-    }
-
     /// Returns numbers of tiles that lists do not exceed.
     pub(super) fn most_tiles(self, tile: u64) -> MostTiles {
         let block = u64::from(self.block);
@@ -177,7 +172,7 @@ impl AttentionPattern {
     pub const fn same_as_head(self, head: u32) -> u32 {
         match self.shape {
             Shape::Fixed { patterns, .. } => head % patterns,
-            _ if self.draws() => head,
+            _ if self.differs_by_layer() => head,
             _ => 0,
         }
     }

@@ -257,7 +257,7 @@ impl AttentionPattern {
         let moving = side.saturating_mul(most.of_each).saturating_add(side * most.whole.min(side));
         let tiles = moving.min(side * (side + 1) / 2);
         // Two words in each of both lists; drawn pairs differ from tile to tile.
-        let each = if self.draws() { 4 + tile * tile.div_ceil(32) } else { 4 };
+        let each = if self.differs_by_layer() { 4 + tile * tile.div_ceil(32) } else { 4 };
         layouts.saturating_mul(tiles.saturating_mul(each).saturating_add(4 * side))
     }
 }
@@ -486,7 +486,7 @@ mod tests {
                 let kinds = tiles.bits().len() * tile * tile.div_ceil(32);
                 let of = |layout: &HeadTiles| 4 * layout.touched() + 4 * tiles.side();
                 let lists: usize = tiles.layouts().iter().map(of).sum();
-                let drawn = if pattern.draws() { kinds } else { 0 };
+                let drawn = if pattern.differs_by_layer() { kinds } else { 0 };
                 let (words, most) = ((lists + drawn) as u64, pattern.most_words(4, tokens, tile));
                 assert!(words <= most && most / times <= words, "{text}: {words} of {most}");
             }

@@ -20,7 +20,7 @@ use farflung_zoo::{Objective, Sharding};
 use toml::Value;
 
 use super::recipe::{self, Recipe};
-use super::value::Setting;
+use super::value::{Setting, expected_with_reason};
 use crate::transports::{self, TransportMethod};
 
 /// Declares an enum of words, with its parser and its printer, from one list.
@@ -523,10 +523,7 @@ impl Setting for Groups {
         "rules such as `*.bias:lr=0.1,decay=0`, separated by `;`".to_owned()
     }
     fn expected_not(text: &str) -> String {
-        match text.parse::<Self>() {
-            Err(error) => format!("{}: {error}", Self::expected()),
-            Ok(_) => Self::expected(),
-        }
+        expected_with_reason::<Self>(text)
     }
     fn parse(text: &str) -> Option<Self> {
         text.parse().ok()

@@ -1,5 +1,6 @@
 //! Parses and prints the value of a setting, in the same way for the command line and for TOML.
 
+use std::fmt::Display;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -126,6 +127,14 @@ impl Setting for PathBuf {
     }
 }
 
+/// Returns what was expected instead of a text, and why it cannot be read.
+pub(super) fn expected_with_reason<T: Setting + FromStr<Err: Display>>(text: &str) -> String {
+    match text.parse::<T>() {
+        Err(error) => format!("{}: {error}", T::expected()),
+        Ok(_) => T::expected(),
+    }
+}
+
 impl Setting for LayerPatterns {
     fn expected() -> String {
         "patterns with `/` between them, of full, window:W, strided:S, fixed:L,G[,P], variable:L,... and \
@@ -133,10 +142,7 @@ impl Setting for LayerPatterns {
             .to_owned()
     }
     fn expected_not(text: &str) -> String {
-        match text.parse::<Self>() {
-            Err(error) => format!("{}: {error}", Self::expected()),
-            Ok(_) => Self::expected(),
-        }
+        expected_with_reason::<Self>(text)
     }
     fn parse(text: &str) -> Option<Self> {
         text.parse().ok()

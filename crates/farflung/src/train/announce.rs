@@ -73,8 +73,8 @@ fn zero_note(job: &Job) -> String {
         let often = if times == 1 { "once a step".to_owned() } else { format!("{times} times a step") };
         return format!(
             "{replicas} replicas divide the optimizer's state and the gradients{by}: {often}, after each \
-             microbatch, all ranks together send {sent} of gradients to those that update them, and once as much \
-             of weights back"
+             microbatch, all ranks together send {sent} of gradients to those that update them, and once as \
+             much of weights back"
         );
     }
     format!(

@@ -17,27 +17,33 @@ pub(super) struct DividedGradients {
     units: UnitGrads,
     /// `None` on a device that only counts.
     reduction: Option<ShardReduction>,
-    /// Whether all gradients of this rank's microbatches of the step were finite.
-    is_sound: bool,
+    /// Whether all gradients of this rank's microbatches of the step were finite; `None` if nobody asks.
+    is_sound: Option<bool>,
 }
 
 impl DividedGradients {
     /// Returns those of a part with these shards; without any on a device that only counts.
     pub(super) fn new(stage: &Stage, shards: Option<&PartShards>) -> Self {
-        Self { units: stage.unit_grads(), reduction: shards.map(PartShards::reduction), is_sound: true }
+        Self { units: stage.unit_grads(), reduction: shards.map(PartShards::reduction), is_sound: None }
     }
 
     /// Drops what is left of a step.
     pub(super) fn begin(&mut self) {
         self.units.clear();
-        self.is_sound = true;
+        self.is_sound = self.is_sound.map(|_| true);
         if let Some(reduction) = &mut self.reduction {
             reduction.clear();
         }
     }
 
-    pub(super) const fn is_sound(&self) -> bool {
-        self.is_sound
+    /// Sets whether later steps find out if all gradients of this rank are finite.
+    pub(super) fn watch(&mut self, wanted: bool) {
+        self.is_sound = wanted.then_some(true);
+    }
+
+    /// Returns whether they were, as far as that was found out.
+    pub(super) fn is_sound(&self) -> bool {
+        self.is_sound.unwrap_or(true)
     }
 
     /// Returns where a backward pass writes, and what takes each unit away. The sums go to `own`, this rank's
@@ -58,13 +64,15 @@ pub(super) struct LeavingUnits<'a> {
     reduction: Option<&'a mut ShardReduction>,
     own: &'a mut Tensor,
     adds: bool,
-    is_sound: &'a mut bool,
+    is_sound: &'a mut Option<bool>,
 }
 
 impl LeavingUnits<'_> {
     pub(super) fn leave(&mut self, range: Range<usize>, grads: &mut Grads<'_>) -> Result<()> {
         let (Some(unit), Some(reduction)) = (grads.take(&range), &mut self.reduction) else { return Ok(()) };
-        *self.is_sound &= global_norm(&unit)?.is_finite();
+        if let Some(is_sound) = self.is_sound {
+            *is_sound &= global_norm(&unit)?.is_finite();
+        }
         Ok(reduction.start(range, &unit, self.adds, self.own)?)
     }
 }

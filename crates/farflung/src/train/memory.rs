@@ -216,7 +216,7 @@ fn counting(
         let number = placement.part(stage) as usize;
         let exchange = Arc::new(Division::of(plan).counted(at)?);
         let built = stage_of(plan, (model, at), schedule, number, (device, exchange))?;
-        let shard = zero::own_shard(plan, &built, at)?;
+        let shard = zero::own_shard(zero::shards(plan, &built)?.as_ref(), &built, at);
         let BuiltChain { chain, disk } =
             chain(config, device, (&built, shard), (1, plan.outermost().every.into()))?;
         let part = Part::new(Parts {

@@ -451,6 +451,13 @@ impl Part {
         Ok(())
     }
 
+    /// Sets whether [`Part::is_sound`] is asked after the next pass.
+    pub(super) fn watch(&mut self, wanted: bool) {
+        if let Some(divided) = &mut self.divided {
+            divided.watch(wanted);
+        }
+    }
+
     /// Returns whether the gradients of this rank are finite, before they are averaged.
     pub(super) fn is_sound(&self) -> bool {
         match &self.divided {

@@ -427,6 +427,7 @@ impl Trainer {
     fn pass(&mut self, stop: bool) -> Result<Vote> {
         for part in self.executor.parts.values_mut() {
             part.stage.set_gradient_scale(self.scale.get());
+            part.watch(self.tries > 0);
         }
         let first = self.samples.first(self.step);
         if let Some(weights) = &self.token_weights {

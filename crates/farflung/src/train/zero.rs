@@ -58,10 +58,9 @@ fn border(layout: &ParamLayout, at: usize) -> usize {
     starts.min_by_key(|start| start.abs_diff(at)).unwrap_or(0)
 }
 
-/// Returns what a rank updates of a part's flat buffers.
-pub(super) fn own_shard(plan: &Plan, stage: &Stage, at: Coordinates) -> Result<Shard> {
-    let shards = shards(plan, stage)?;
-    Ok(shards.map_or((0..stage.layout().len()).into(), |shards| shards.of(at.data as usize).clone()))
+/// Returns what the rank of a replica updates of a part's flat buffers: all, if replicas divide nothing.
+pub(super) fn own_shard(shards: Option<&Shards>, stage: &Stage, at: Coordinates) -> Shard {
+    shards.map_or_else(|| (0..stage.layout().len()).into(), |shards| shards.of(at.data as usize).clone())
 }
 
 /// The shards of a part, among the ranks that hold it.

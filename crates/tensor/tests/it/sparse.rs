@@ -1,5 +1,5 @@
 //! Sparse attention in tiles against a dense mask in f64: forward, backward and with a cache, each head with
-//! its own keys; rows without keys, keys that nobody sees, and tiles that are not read.
+//! its own keys; rows without keys, keys that no query attends to, and tiles that are not read.
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 use farflung_base::{AttentionPattern, TileLists};
@@ -217,7 +217,7 @@ fn patterns_are_those_of_a_dense_mask() {
     patterns(&Device::cpu(2).unwrap(), &sizes, &[1, 70]);
 }
 
-/// Heads with pairs of their own: some queries without keys, some keys that nobody sees.
+/// Heads with pairs of their own: some queries without keys, some keys that no query attends to.
 pub(super) fn rows_without_keys(device: &Device) {
     let s = Sizes::new(2, 200, 4, 2, 8);
     let keeps = |h: usize, q: usize, k: usize| match h {
@@ -238,7 +238,7 @@ pub(super) fn rows_without_keys(device: &Device) {
         let is_close = (f64::from(*lse) - want).abs() < 1e-5 * want.abs().max(1.0);
         assert!(if want.is_infinite() { *lse <= -1e30 } else { is_close }, "{lse} {want}");
     }
-    // Outputs and gradients of queries without keys, and gradients of keys that nobody sees, are 0 exactly.
+    // Outputs and gradients of queries without keys, and of keys without queries, are 0 exactly.
     let c = s.widths()[0];
     let mut none = 0;
     for (b, h, t) in (0..2).flat_map(|b| (0..4).flat_map(move |h| (0..s.len).map(move |t| (b, h, t)))) {

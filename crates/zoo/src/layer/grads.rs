@@ -90,14 +90,19 @@ impl UnitGrads {
         self.open.fill_with(|| None);
     }
 
+    /// Returns the number of the unit with an element.
+    fn unit_of(&self, element: usize) -> usize {
+        self.units.partition_point(|unit| unit.end <= element)
+    }
+
     fn take(&mut self, unit: &Range<usize>) -> Option<Tensor> {
-        let at = self.units.iter().position(|range| range == unit)?;
+        let at = self.unit_of(unit.start);
+        self.units.get(at).filter(|range| *range == unit)?;
         self.open[at].take()
     }
 
     fn of<const N: usize>(&mut self, layout: &ParamLayout, first: usize) -> Result<[ViewMut<'_>; N]> {
-        let start = layout.params()[first].start;
-        let at = self.units.partition_point(|unit| unit.end <= start);
+        let at = self.unit_of(layout.params()[first].start);
         let unit = &self.units[at];
         let buffer = match &mut self.open[at] {
             Some(buffer) => buffer,

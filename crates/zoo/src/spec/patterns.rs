@@ -32,7 +32,7 @@ impl ModelSpec {
     /// Returns a pattern with which the keys of a query are not one range, if a block has one.
     #[must_use]
     pub fn pattern_of_tiles(&self) -> Option<AttentionPattern> {
-        self.blocks.iter().map(|run| run.block.attention.pattern).find(|pattern| !pattern.is_one_range())
+        self.patterns()?.of_tiles()
     }
 
     /// Checks that ranks can divide the positions of sequences: of a block of keys, each query has one range.

@@ -245,7 +245,7 @@ fn build_part(
         repeat::check(&model, &params, job.plan.batch as usize)?;
     }
     let shards = zero::shards(&job.plan, &model)?;
-    let shard = zero::own_shard(&job.plan, &model, at)?;
+    let shard = zero::own_shard(shards.as_ref(), &model, at);
     let every = job.plan.outermost().every.into();
     let BuiltChain { chain, disk } =
         chain(&own_steps(job, replica), device, (&model, shard), (updates, every))?;
