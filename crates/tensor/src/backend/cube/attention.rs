@@ -10,7 +10,7 @@
 use cubecl::prelude::*;
 
 use super::seen::{Seen, end_key, first_key, in_range};
-use super::tiles::{TILE, eight_bits, has_pair, list_of};
+use super::tiles::{TILE, eight_bits, has_pair, tiles_of};
 
 /// Layout of `[batch, token, head, dim]` rows in a buffer, in vectors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -193,14 +193,9 @@ pub(super) fn forward<N: Size>(
         // Without tiles the keys are one range, with them one for each tile.
         let origin = first;
         let position = past + row - origin;
-        let mut tile = 0u32;
-        let mut tiles = 2u32;
-        if comptime!(seen.has_tiles()) {
-            let list = list_of(to, head, position / TILE, false);
-            tile = list.at;
-            tiles = list.end;
-        }
-        while tile < tiles {
+        let tiles = tiles_of(to, head, position, false, seen);
+        let mut tile = tiles.at;
+        while tile < tiles.end {
             let mut stop = end;
             if comptime!(seen.has_tiles()) {
                 first = origin + to[tile as usize] * TILE;
@@ -324,14 +319,9 @@ pub(super) fn queries<N: Size>(
         let first = first_key(from, at, past + row, window, seen);
         let end = end_key(to, at, past + row, keys, seen);
         let position = past + row - first;
-        let mut tile = 0u32;
-        let mut tiles = 2u32;
-        if comptime!(seen.has_tiles()) {
-            let list = list_of(to, head, position / TILE, false);
-            tile = list.at;
-            tiles = list.end;
-        }
-        while tile < tiles {
+        let tiles = tiles_of(to, head, position, false, seen);
+        let mut tile = tiles.at;
+        while tile < tiles.end {
             let mut begin = first;
             let mut stop = end;
             if comptime!(seen.has_tiles()) {
@@ -437,14 +427,9 @@ pub(super) fn keys_values<N: Size>(
         let position = row - u32::min(row, origin);
         for member in 0..group {
             let of_queries = head * group + member;
-            let mut tile = 0u32;
-            let mut tiles = 2u32;
-            if comptime!(seen.has_tiles()) {
-                let list = list_of(to, of_queries, position / TILE, true);
-                tile = list.at;
-                tiles = list.end;
-            }
-            while tile < tiles {
+            let tiles = tiles_of(to, of_queries, position, true, seen);
+            let mut tile = tiles.at;
+            while tile < tiles.end {
                 let mut next = begin;
                 let mut stop = end;
                 let mut first_query = 0u32;
