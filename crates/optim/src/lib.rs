@@ -22,6 +22,8 @@ mod average;
 #[cfg(feature = "sync")]
 pub mod device_codec;
 #[cfg(feature = "sync")]
+mod shard_gather;
+#[cfg(feature = "sync")]
 mod shard_reduction;
 #[cfg(feature = "sync")]
 pub mod sync;
@@ -45,6 +47,8 @@ pub use average::{
     ApartHolders, Average, AverageConfig, Averaged, Averaging, Coding, MakeCompressor, MakeProtocol, Shards,
     agree, token_weight,
 };
+#[cfg(feature = "sync")]
+pub use shard_gather::GatheredRange;
 #[cfg(feature = "sync")]
 pub use shard_reduction::ShardReduction;
 

@@ -125,8 +125,19 @@ impl ParamLayout {
 
     /// Returns a view of parameter `index` of a flat buffer with this layout.
     pub fn view<'a>(&self, flat: &'a Tensor, index: usize) -> Result<View<'a>> {
+        self.view_from(flat, 0, index)
+    }
+
+    /// Returns a view of parameter `index` of a buffer that has a range of a flat buffer with this layout, from
+    /// element `start` on.
+    ///
+    /// Errors: [`TensorError::OutOfBounds`] if the parameter is not within the range.
+    pub fn view_from<'a>(&self, buffer: &'a Tensor, start: usize, index: usize) -> Result<View<'a>> {
         let p = &self.some(index, 1)?[0];
-        flat.view().part(p.start, p.shape)
+        let (op, len) = ("layout", start + buffer.shape().len());
+        let at = p.start.checked_sub(start);
+        let at = at.ok_or(TensorError::OutOfBounds { op, start: p.start, end: p.range().end, len })?;
+        buffer.view().part(at, p.shape)
     }
 
     /// Returns read-only views of parameters `first..first + N` of a flat buffer with this layout.

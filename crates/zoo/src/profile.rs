@@ -264,7 +264,7 @@ impl<'a> Bench<'a> {
         StageContext {
             device,
             layout,
-            params,
+            params: params.into(),
             exchange,
             gradient_scale: 1.0,
             router,

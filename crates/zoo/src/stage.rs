@@ -4,12 +4,14 @@
 mod activation_policy;
 mod cache;
 mod context;
+mod evaluation;
 mod made;
 mod packed;
 mod parameters;
 mod routed;
 mod sequences;
 mod slices;
+mod units;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,8 +23,8 @@ use crate::ZooError;
 use crate::cut::AxisShare;
 use crate::exchange::Exchange;
 use crate::layer::{
-    Activations, Before, Borders, Grads, Head, HeadSaved, Keep, KeyValues, Later, Layers, Routed, RouterPass,
-    SequencePieces, StageContext, Targets,
+    Activations, Before, Borders, Grads, HeadSaved, Keep, KeyValues, Later, LayerParams, Layers, Params, Routed,
+    RouterPass, SequencePieces, StageContext, Targets,
 };
 use crate::spec::{HeadSpec, ModelSpec};
 use crate::tensor_spec::TensorSpec;
@@ -202,11 +204,11 @@ impl Stage {
         Ok(self.device.tensor(ids, [ids.len() / len, len])?)
     }
 
-    fn cx<'a>(&'a self, params: &'a Tensor, borders: &'a Borders) -> StageContext<'a> {
+    fn cx<'a>(&'a self, borders: &'a Borders) -> StageContext<'a> {
         StageContext {
             device: &self.device,
             layout: &self.layout,
-            params,
+            params: LayerParams::Units(&[]),
             exchange: &*self.exchange,
             gradient_scale: self.gradient_scale,
             router: RouterPass::NONE,
@@ -218,13 +220,15 @@ impl Stage {
 
     fn enter(
         &self,
+        params: Params<'_>,
         cx: &StageContext<'_>,
         input: Input,
         start: usize,
     ) -> Result<(Tensor, Option<Tensor>), ZooError> {
         match (input, &self.layers.embedding) {
             (Input::Tokens(tokens), Some(embedding)) => {
-                Ok((embedding.forward(cx, &tokens, start)?, Some(tokens)))
+                let held = params.of_layer(|| self.units_of_embedding(embedding))?;
+                Ok((embedding.forward(&cx.with(&held), &tokens, start)?, Some(tokens)))
             }
             (Input::Hidden(x), None) => Ok((x, None)),
             (Input::Tokens(_), None) => Err(ZooError::StageInput { expected: "hidden states" }),
@@ -235,33 +239,35 @@ impl Stage {
     /// Runs the forward pass and saves what the backward pass needs. The last stage needs
     /// `targets`. If sequences hold several documents or prefixes, each stage is told where
     /// ([`Packed`]).
-    pub fn forward(
+    pub fn forward<'a>(
         &self,
-        params: &Tensor,
+        params: impl Into<Params<'a>>,
         input: impl Into<Packed>,
         targets: Option<Targets<'_>>,
     ) -> Result<(Output, Saved), ZooError> {
-        self.forward_by(params, input.into(), targets, &self.activation_policy, None)
+        self.forward_by(params.into(), input.into(), targets, &self.activation_policy, None)
     }
 
     fn forward_by(
         &self,
-        params: &Tensor,
+        params: Params<'_>,
         Packed { input, borders, sequence_weight }: Packed,
         targets: Option<Targets<'_>>,
         keeping: &ActivationPolicy,
         mut seen: Option<Seen<'_>>,
     ) -> Result<(Output, Saved), ZooError> {
         let borders = self.with_context(borders, &input, seen.is_some())?;
-        let cx = self.cx_of(params, &borders, seen.is_some());
+        let cx = self.cx_of(&borders, seen.is_some());
         let start = seen.as_ref().map_or(0, |seen| seen.past);
-        let (mut x, tokens) = self.enter(&cx, input, start)?;
+        params.begin(|| self.forward_units());
+        let (mut x, tokens) = self.enter(params, &cx, input, start)?;
         let positions = start..start + self.positions_of(&cx, &x)?;
         let mut blocks = Vec::with_capacity(self.layers.blocks.len());
         let mut routed = RoutedPass { sequence_weight, ..RoutedPass::default() };
         for i in 0..self.layers.blocks.len() {
             let before = Seen::before(&mut seen, i);
-            let (y, mut saved) = self.layers.blocks[i].forward(&cx, x, before, Keep::All)?;
+            let held = params.of_layer(|| self.units_of_block(i))?;
+            let (y, mut saved) = self.layers.blocks[i].forward(&cx.with(&held), x, before, Keep::All)?;
             routed
                 .layers
                 .extend(saved.routed.take().map(|routed| Routed { block: self.first_block + i, ..routed }));
@@ -270,7 +276,8 @@ impl Stage {
         }
         let (output, head) = match (&self.layers.head, targets) {
             (Some(head), Some(targets)) => {
-                let (losses, saved) = head.forward(&cx, x, targets)?;
+                let held = params.of_layer(|| self.units_of_head(head))?;
+                let (losses, saved) = head.forward(&cx.with(&held), x, targets)?;
                 (Output::Losses(losses), Some(saved))
             }
             (None, None) => (Output::Hidden(x), None),
@@ -299,23 +306,27 @@ impl Stage {
     /// `ready` is called with each of [`Stage::backward_ranges`] when its gradients are final for this
     /// microbatch, from the last parameters to the first. The caller can start to reduce them while
     /// the rest is computed.
-    pub fn backward(
+    pub fn backward<'a>(
         &self,
-        params: &Tensor,
+        params: impl Into<Params<'a>>,
         saved: Saved,
         dy: Option<Tensor>,
         grads: &mut Grads<'_>,
         mut ready: impl FnMut(Range<usize>, &mut Grads<'_>),
     ) -> Result<Option<Tensor>, ZooError> {
         self.check_whole(&saved)?;
+        let params = params.into();
+        params.begin(|| self.backward_units());
         let mut routed = saved.routed;
         self.join_alone(&mut routed);
         let router = self.router_pass(&routed)?;
-        let cx = StageContext { router, ..self.cx_of(params, &saved.borders, false) };
+        let cx = StageContext { router, ..self.cx_of(&saved.borders, false) };
         let tied_head = self.has_tied_head();
         let mut dx = match (&self.layers.head, saved.head, dy) {
             (Some(head), Some(mut saved), None) => {
-                let dx = head.backward_input(&cx, &mut saved)?;
+                let held = params.of_layer(|| self.units_of_head(head))?;
+                let dx = head.backward_input(&cx.with(&held), &mut saved)?;
+                drop(held);
                 head.backward_weight(&cx, saved, grads)?;
                 ready(self.span(head.params()), grads);
                 dx
@@ -324,9 +335,11 @@ impl Stage {
             _ => return Err(ZooError::StageInput { expected: "a gradient on all stages but the last" }),
         };
         let (mut kept, mut chain) = (saved.blocks, saved.chain);
-        for block in self.layers.blocks.iter().rev() {
-            let mut saved = restore_last(&mut kept, &mut chain, |i, x| self.again(&cx, i, x))?;
-            dx = block.backward_input(&cx, &mut saved, dx, Later::Nothing)?;
+        for (i, block) in self.layers.blocks.iter().enumerate().rev() {
+            let mut saved = restore_last(&mut kept, &mut chain, |i, x| self.again(params, &cx, i, x))?;
+            let held = params.of_layer(|| self.units_of_block(i))?;
+            dx = block.backward_input(&cx.with(&held), &mut saved, dx, Later::Nothing)?;
+            drop(held);
             block.backward_weight(&cx, &saved, grads)?;
             drop(saved);
             ready(self.span_of(block.params()), grads);
@@ -344,22 +357,30 @@ impl Stage {
 
     /// Recomputes the values that [`Saved::drop_activations`] dropped. `input` must be the input of the forward
     /// pass. The values are bit-identical.
-    pub fn recompute(&self, params: &Tensor, input: Input, saved: &mut Saved) -> Result<(), ZooError> {
-        self.recompute_by(params, input, saved, None)
+    pub fn recompute<'a>(
+        &self,
+        params: impl Into<Params<'a>>,
+        input: Input,
+        saved: &mut Saved,
+    ) -> Result<(), ZooError> {
+        self.recompute_by(params.into(), input, saved, None)
     }
 
     fn recompute_by(
         &self,
-        params: &Tensor,
+        params: Params<'_>,
         input: Input,
         saved: &mut Saved,
         mut seen: Option<Seen<'_>>,
     ) -> Result<(), ZooError> {
-        let cx = self.cx_of(params, &saved.borders, seen.is_some());
-        let (mut x, _) = self.enter(&cx, input, saved.positions.start)?;
+        let cx = self.cx_of(&saved.borders, seen.is_some());
+        params.begin(|| self.recompute_units(saved.forgotten));
+        let (mut x, _) = self.enter(params, &cx, input, saved.positions.start)?;
         let mut again = Vec::with_capacity(self.layers.blocks.len());
         for i in 0..std::mem::take(&mut saved.forgotten) {
-            let (y, saved) = self.layers.blocks[i].forward(&cx, x, Seen::before(&mut seen, i), Keep::All)?;
+            let held = params.of_layer(|| self.units_of_block(i))?;
+            let before = Seen::before(&mut seen, i);
+            let (y, saved) = self.layers.blocks[i].forward(&cx.with(&held), x, before, Keep::All)?;
             again.push(StoredActivations::OnDevice(saved));
             x = y;
         }
@@ -370,36 +391,42 @@ impl Stage {
     /// Runs the first half of [`Stage::backward`] and returns the gradient of the stage's input, for which the
     /// previous stage waits. No weight gradient is written; `saved` keeps what [`Stage::backward_weight`]
     /// needs.
-    pub fn backward_input(
+    pub fn backward_input<'a>(
         &self,
-        params: &Tensor,
+        params: impl Into<Params<'a>>,
         saved: &mut Saved,
         dy: Option<Tensor>,
     ) -> Result<Option<Tensor>, ZooError> {
-        self.backward_input_by(params, saved, dy, |_| Later::Nothing)
+        self.backward_input_by(params.into(), saved, dy, |_| Later::Nothing)
     }
 
     fn backward_input_by<'l>(
         &self,
-        params: &Tensor,
+        params: Params<'_>,
         saved: &mut Saved,
         dy: Option<Tensor>,
         mut later: impl FnMut(usize) -> Later<'l>,
     ) -> Result<Option<Tensor>, ZooError> {
         self.check_whole(saved)?;
+        params.begin(|| self.backward_units());
         self.join_alone(&mut saved.routed);
         let router = self.router_pass(&saved.routed)?;
-        let cx = StageContext { router, ..self.cx_of(params, &saved.borders, false) };
+        let cx = StageContext { router, ..self.cx_of(&saved.borders, false) };
         let mut dx = match (&self.layers.head, &mut saved.head, dy) {
-            (Some(head), Some(saved), None) => head.backward_input(&cx, saved)?,
+            (Some(head), Some(saved), None) => {
+                let held = params.of_layer(|| self.units_of_head(head))?;
+                head.backward_input(&cx.with(&held), saved)?
+            }
             (None, None, Some(dy)) => dy,
             _ => return Err(ZooError::StageInput { expected: "a gradient on all stages but the last" }),
         };
         let mut kept = std::mem::take(&mut saved.blocks);
         let mut whole = Vec::with_capacity(kept.len());
         for i in (0..kept.len()).rev() {
-            let mut saved = restore_last(&mut kept, &mut saved.chain, |i, x| self.again(&cx, i, x))?;
-            dx = self.layers.blocks[i].backward_input(&cx, &mut saved, dx, later(i))?;
+            let mut saved =
+                restore_last(&mut kept, &mut saved.chain, |i, x| self.again(params, &cx, i, x))?;
+            let held = params.of_layer(|| self.units_of_block(i))?;
+            dx = self.layers.blocks[i].backward_input(&cx.with(&held), &mut saved, dx, later(i))?;
             whole.push(StoredActivations::OnDevice(saved));
         }
         whole.reverse();
@@ -422,16 +449,16 @@ impl Stage {
         grads: &mut Grads<'_>,
         mut ready: impl FnMut(Range<usize>, &mut Grads<'_>),
     ) -> Result<(), ZooError> {
-        // The weight halves do not read the parameters, so an empty tensor is passed in their place.
+        // The weight halves do not read the parameters: an empty tensor takes their place.
         let nothing = self.device.zeros(0)?;
-        let cx = self.cx_of(&nothing, &saved.borders, false);
+        let cx = self.cx_of(&saved.borders, false);
         let tied_head = self.has_tied_head();
         if let (Some(head), Some(saved)) = (&self.layers.head, saved.head) {
             head.backward_weight(&cx, saved, grads)?;
             ready(self.span(head.params()), grads);
         }
         for (i, kept) in saved.blocks.into_iter().enumerate().rev() {
-            let saved = kept.restore(|x| self.again(&cx, i, x))?;
+            let saved = kept.restore(|x| self.again((&nothing).into(), &cx, i, x))?;
             let block = &self.layers.blocks[i];
             block.backward_weight(&cx, &saved, grads)?;
             ready(self.span_of(block.params()), grads);
@@ -453,90 +480,16 @@ impl Stage {
         Err(ZooError::StageInput { expected: "saved values that were recomputed after they were dropped" })
     }
 
-    /// Returns the ranges of the flat gradients in the order in which [`Stage::backward`] completes them.
-    #[must_use]
-    pub fn backward_ranges(&self) -> Vec<Range<usize>> {
-        let Layers { embedding, blocks, head } = &self.layers;
-        let mut ranges: Vec<Range<usize>> = head.iter().map(|head| self.span(head.params())).collect();
-        ranges.extend(blocks.iter().rev().map(|block| self.span_of(block.params())));
-        match embedding {
-            Some(embedding) => ranges.push(self.span(embedding.params())),
-            None if self.has_tied_head() => ranges.push(self.span((0, 1))),
-            None => {}
-        }
-        ranges
-    }
-
-    /// Returns the range of the flat buffers that contains `count` parameters from `first` on, padding
-    /// included.
-    fn span(&self, (first, count): (usize, usize)) -> Range<usize> {
-        self.span_of(first..first + count)
-    }
-
-    /// Like [`Stage::span`], of a range of parameters.
-    fn span_of(&self, indices: Range<usize>) -> Range<usize> {
-        let params = self.layout.params();
-        let end = params.get(indices.end).map_or(self.layout.len(), |p| p.start);
-        params[indices.start].start..end
-    }
-
-    fn has_tied_head(&self) -> bool {
-        self.layers.head.as_ref().is_some_and(Head::is_tied)
-    }
-
     /// Runs the forward pass of a block again.
     fn again(
         &self,
+        params: Params<'_>,
         cx: &StageContext<'_>,
         block: usize,
         x: Tensor,
     ) -> Result<(Tensor, Activations), ZooError> {
-        self.layers.blocks[block].forward(cx, x, Before::Nothing, Keep::All)
-    }
-
-    /// Returns the losses `[B T]` per token, without saving anything for a backward pass. The stage must be a
-    /// whole model.
-    pub fn losses(
-        &self,
-        params: &Tensor,
-        tokens: impl Into<Packed>,
-        targets: &Tensor,
-    ) -> Result<Tensor, ZooError> {
-        self.check_head()?;
-        self.evaluate(params, tokens.into(), None, |head, cx, x| head.losses(cx, x, targets))
-    }
-
-    /// Returns the logits `[B, T, V]`. The stage must be a whole model.
-    pub fn logits(&self, params: &Tensor, tokens: impl Into<Packed>) -> Result<Tensor, ZooError> {
-        self.check_head()?;
-        self.evaluate(params, tokens.into(), None, Head::logits)
-    }
-
-    fn check_head(&self) -> Result<(), ZooError> {
-        let whole = ZooError::StageInput { expected: "a stage with the whole model" };
-        self.layers.head.as_ref().map(|_| ()).ok_or(whole)
-    }
-
-    /// Runs a forward pass that keeps nothing. Returns what `last` makes of the hidden states if the stage has
-    /// the head, else the hidden states.
-    fn evaluate(
-        &self,
-        params: &Tensor,
-        Packed { input, borders, .. }: Packed,
-        mut seen: Option<Seen<'_>>,
-        last: impl FnOnce(&Head, &StageContext<'_>, &Tensor) -> Result<Tensor, ZooError>,
-    ) -> Result<Tensor, ZooError> {
-        let borders = self.with_context(borders, &input, seen.is_some())?;
-        let cx = self.cx_of(params, &borders, seen.is_some());
-        let start = seen.as_ref().map_or(0, |seen| seen.past);
-        let (mut x, _) = self.enter(&cx, input, start)?;
-        for (i, block) in self.layers.blocks.iter().enumerate() {
-            x = block.forward(&cx, x, Seen::before(&mut seen, i), Keep::Nothing)?.0;
-        }
-        match &self.layers.head {
-            Some(head) => last(head, &cx, &x),
-            None => Ok(x),
-        }
+        let held = params.of_layer(|| self.units_of_block(block))?;
+        self.layers.blocks[block].forward(&cx.with(&held), x, Before::Nothing, Keep::All)
     }
 }
 

@@ -436,10 +436,11 @@ settings! {
         @context_order: ContextOrder, "ORDER", ContextOrder::Zigzag;
         /// What replicas divide of what each would hold otherwise (ZeRO): 0 nothing; 1 the optimizer's state,
         /// of which each then keeps and updates a shard; 2 the gradients, too, which leave after each
-        /// microbatch. Equal shards send as much as gradients alone; with 2 and m microbatches (m + 1) / 2
-        /// times as much. The codec of averages is then none. docs/zero.md.
-        @zero: usize, "0|1|2", 0usize;
-        /// Share of the state of each replica, such as 3,1, for example by their memory; 0 for one that keeps
+        /// microbatch; 3 the weights as well, which are gathered layer by layer. Equal shards send as much as
+        /// gradients alone; with 2 and m microbatches (m + 1) / 2 times as much, with 3 about 3 m / 2 times.
+        /// The codec of averages is then none. docs/zero.md.
+        @zero: usize, "0|1|2|3", 0usize;
+        /// Share of each replica of what they divide, such as 3,1, for example by their memory; 0 for one that keeps
         /// none. Default: equal shares.
         @zero_weights: Weights, "N,N";
         /// Where the optimizer's state is between updates: device (in memory) or disk, from which each update

@@ -43,8 +43,7 @@ impl ShareOfState {
 
 impl TrainConfig {
     pub(super) fn validate_zero(&self) -> Result<()> {
-        let expected = "0, 1 or 2: stage 3, which divides parameters, is not implemented yet";
-        check("zero", &self.zero, self.zero <= 2, expected)?;
+        check("zero", &self.zero, self.zero <= 3, "0 to 3")?;
         let expected = "0 with `state` disk: the trial steps would be written over the run's state";
         let trials = self.state == StatePlace::Disk && self.tune > 0;
         check("tune", &self.tune, !trials, expected)
@@ -53,6 +52,11 @@ impl TrainConfig {
     /// Returns whether replicas divide gradients, too.
     pub(crate) const fn divides_gradients(&self) -> bool {
         self.zero > 1
+    }
+
+    /// Returns whether replicas divide weights, too.
+    pub(crate) const fn divides_weights(&self) -> bool {
+        self.zero > 2
     }
 
     /// Returns the share of the optimizer's state that a replica of several keeps.

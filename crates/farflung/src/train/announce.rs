@@ -60,7 +60,7 @@ fn sequences_on(context: ContextCut) -> String {
 }
 
 /// Returns a line with what replicas divide, and what a step sends for it.
-fn zero_note(job: &Job) -> String {
+fn zero_note(job: &Job, trainer: &Trainer) -> String {
     let plan = &job.plan;
     let replicas = u64::from(plan.replicas());
     let shares: Vec<String> = plan.shares_of_state().iter().map(ToString::to_string).collect();
@@ -71,6 +71,14 @@ fn zero_note(job: &Job) -> String {
     if plan.divides_gradients() {
         let times = plan.microbatches.first().copied().unwrap_or(1);
         let often = if times == 1 { "once a step".to_owned() } else { format!("{times} times a step") };
+        if plan.divides_weights() {
+            let gathered = Bytes(trainer.gathered_elements() * size_of::<f32>() as u64);
+            return format!(
+                "{replicas} replicas divide the optimizer's state, the gradients and the weights{by}: {often}, \
+                 with each microbatch, all ranks together send {sent} of gradients to those that update them, \
+                 and this rank gathers {gathered} of weights for its layers; at the end no text is generated"
+            );
+        }
         return format!(
             "{replicas} replicas divide the optimizer's state and the gradients{by}: {often}, after each \
              microbatch, all ranks together send {sent} of gradients to those that update them, and once as \
@@ -136,7 +144,7 @@ pub(super) fn announce(
         watch.note(&note);
     }
     if job.plan.divides_state() {
-        watch.note(&zero_note(job));
+        watch.note(&zero_note(job, trainer));
     }
     if let Some(folder) = trainer.state_folder(job)
         && let Some(line) = disk_note(trainer, &folder)

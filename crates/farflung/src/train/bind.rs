@@ -254,7 +254,7 @@ impl ReplicaSchedule {
                 true => NormVote::Pipeline,
                 false => NormVote::All,
             },
-            shards: plan.divides_state(),
+            shards: plan.divides_state() && !plan.divides_weights(),
         };
         RankStep::new(&self.schedule, position, settings).map_err(Error::schedule)
     }

@@ -198,7 +198,7 @@ impl DiskState {
         if memory.copies_params {
             return stream.commit(record);
         }
-        let params = LateParams { params: params.share(), pieces: self.pieces.clone() };
+        let params = LateParams { params: params.share(), pieces: self.places_in(params) };
         stream.commit_late(record, self.names.len(), params)
     }
 
@@ -210,6 +210,19 @@ impl DiskState {
             StateFile::Streaming(stream) => stream.wait(),
             _ => Ok(()),
         }
+    }
+
+    /// Returns the places of the pieces in a buffer of all parameters, or of those of the shard.
+    fn places_in(&self, params: &Tensor) -> Vec<Range<usize>> {
+        if params.shape().len() != self.len() {
+            return self.pieces.clone();
+        }
+        let mut end = 0;
+        let place = |piece: &Range<usize>| {
+            end += piece.len();
+            end - piece.len()..end
+        };
+        self.pieces.iter().map(place).collect()
     }
 
     /// Returns the names of the optimizer's states.
@@ -275,12 +288,12 @@ impl DiskState {
         let mut shared = self.lock();
         let StateFile::Streaming(stream) = &mut shared.file else { return Ok(()) };
         stream.begin(step);
-        for piece in &self.pieces {
+        for (piece, place) in self.pieces.iter().zip(self.places_in(params)) {
             let mut values = stream.take()?;
             for array in 0..self.names.len() {
                 fill(array, piece.clone(), &mut values.values_mut(array)[..piece.len()])?;
             }
-            let late = values.take_params(params.view().part(piece.start, piece.len())?, self.names.len())?;
+            let late = values.take_params(params.view().part(place.start, place.len())?, self.names.len())?;
             stream.give(values, &late)?;
         }
         drop(shared);

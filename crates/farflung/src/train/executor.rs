@@ -183,8 +183,13 @@ impl Executor {
         }
     }
 
-    /// Runs the forward pass of an action's tokens on its stage.
-    fn pass_on(&mut self, action: Action, version: u32, input: Input) -> Result<(Output, Saved)> {
+    /// Runs the forward pass of an action's tokens on its stage, which takes this long.
+    fn pass_on(
+        &mut self,
+        action: Action,
+        (version, took): (u32, Nanos),
+        input: Input,
+    ) -> Result<(Output, Saved)> {
         let borders = self.borders(action)?;
         let (targets, start) = (self.targets(action)?, self.positions(action.slice).start);
         let part = &self.parts[&self.placement.storage_stage(action.stage)];
@@ -195,7 +200,7 @@ impl Executor {
             Entry::Occupied(entry) => Some(entry.into_mut()),
         };
         part.forward(
-            version,
+            (version, &by_layer(part, &self.comm, took)),
             input.with_borders(borders).with_sequence_weight(self.routers.sequence_weight),
             start,
             targets.as_ref().map(|(ids, weights)| {
@@ -218,9 +223,7 @@ impl Executor {
         let again = self.pass != Pass::Evaluation && self.again.binary_search(&place(action)).is_ok();
         let kept = hidden.as_ref().filter(|_| again).map(copy).transpose()?;
         let input = self.input(action, hidden)?;
-        // Advanced before the computation, so that workers on simulated links compute in parallel.
-        self.comm.advance(self.cost(action).forward);
-        let (output, mut saved) = self.pass_on(action, version, input)?;
+        let (output, mut saved) = self.pass_on(action, (version, self.cost(action).forward), input)?;
         let output = match output {
             Output::Hidden(y) => Some(y),
             Output::Losses(losses) => {
@@ -255,17 +258,13 @@ impl Executor {
             return Ok(());
         }
         let input = self.input(action, held.input.take())?;
-        self.comm.advance(self.cost(action).recompute);
+        let took = self.cost(action).recompute;
         if let Some(saved) = &mut held.saved {
             let carried = self.carried.get_mut(&(action.stage, action.microbatch));
-            self.parts[&self.placement.storage_stage(action.stage)].recompute(
-                held.version,
-                input,
-                saved,
-                carried,
-            )?;
+            let part = &self.parts[&self.placement.storage_stage(action.stage)];
+            part.recompute((held.version, &by_layer(part, &self.comm, took)), input, saved, carried)?;
         } else {
-            held.saved = Some(self.pass_on(action, held.version, input)?.1);
+            held.saved = Some(self.pass_on(action, (held.version, took), input)?.1);
         }
         self.held.insert(place(action), held);
         Ok(())
@@ -288,10 +287,11 @@ impl Executor {
             return part.backward(held.version, saved, dy, passing);
         }
         let cost = self.cost(action);
-        self.comm.advance(if kind == ComputeKind::Backward { cost.input } else { cost.time(kind) });
+        let took = if kind == ComputeKind::Backward { cost.input } else { cost.time(kind) };
         let carried = self.carried.get_mut(&(stage, microbatch));
-        let dx = self.parts[&self.placement.storage_stage(stage)].backward_input(
-            held.version,
+        let part = &self.parts[&self.placement.storage_stage(stage)];
+        let dx = part.backward_input(
+            (held.version, &by_layer(part, &self.comm, took)),
             &mut saved,
             dy,
             carried,
@@ -411,6 +411,21 @@ impl Executor {
             ComputeKind::Step => {}
         }
         Ok(None)
+    }
+}
+
+/// Advances the clock by a pass of this length before it is computed, so that workers on simulated links compute
+/// in parallel. If the part's weights are gathered layer by layer, the returned function does so before each
+/// layer, given its number of elements and those of all layers.
+fn by_layer<'c>(part: &Part, comm: &'c Communicator, took: Nanos) -> impl Fn(u64, u64) + use<'c> {
+    let gathers = part.weights.is_some();
+    if !gathers {
+        comm.advance(took);
+    }
+    move |own, all| {
+        if gathers && all > 0 {
+            comm.advance(share(took, own, all));
+        }
     }
 }
 

@@ -1,5 +1,8 @@
 //! Hashes with which copies of numbers are compared.
 
+use farflung_tensor::Tensor;
+use farflung_zoo::Stage;
+
 /// Hashes numbers incrementally.
 #[derive(Debug, Default)]
 pub(super) struct Hasher(blake3::Hasher);
@@ -27,6 +30,15 @@ pub(super) fn digest(values: &[f32]) -> blake3::Hash {
     let mut hasher = Hasher::default();
     hasher.update(values);
     hasher.0.finalize()
+}
+
+/// Returns the hash of a stage's parameters, without padding; of a shard of them, with it.
+pub(super) fn of_params(stage: &Stage, params: &Tensor) -> crate::Result<blake3::Hash> {
+    let all = params.to_vec::<f32>()?;
+    let is_whole = all.len() == stage.layout().len();
+    let elements = stage.layout().params().iter().filter(|_| is_whole).flat_map(|p| &all[p.range()]);
+    let elements: Vec<f32> = elements.copied().collect();
+    Ok(digest(if is_whole { &elements } else { &all }))
 }
 
 #[cfg(test)]

@@ -134,7 +134,7 @@ fn of_rank(
     let mut executor = counting(plan, model, config, schedule, at, &device)?;
     let parts = || executor.parts.values().map(|part| part.stage.layout());
     let elements: u64 = parts().map(|layout| layout.count() as u64).sum();
-    let weights: u64 = parts().map(|layout| buffer(layout.len())).sum();
+    let weights: u64 = executor.parts.values().map(|part| buffer(part.params.shape().len())).sum();
     let gradients: u64 = executor.parts.values().map(|part| buffer(part.grads.shape().len())).sum();
     let placement = schedule.placement();
     let versions = older_versions(&executor, placement);
@@ -154,7 +154,8 @@ fn of_rank(
         _ => model_bytes.saturating_sub(apart::alone(&apart) as u64 * F32),
     };
     let mut optimizer = begun - weights - gradients;
-    let activations = passed.saturating_sub(begun + versions);
+    let gathered: u64 = executor.parts.values().map(|part| part.gathered_bytes().0).sum();
+    let activations = passed.saturating_sub(begun + versions + gathered);
     let operands = device.operands();
     let operands = (operands.packed * config.threads.max(1) + operands.rounded) as u64;
     let slices = Division::of(plan).positions(at.tensor, &schedule.slices)?;
@@ -183,7 +184,8 @@ fn of_rank(
             let bytes = sharing(averaged_bytes.into(), own.into(), holders, bucket);
             let sums = if plan.divides_gradients() { 0 } else { bytes.sums };
             // The windows are sent when the activations are no more.
-            let windows = bytes.windows.saturating_sub(activations.into());
+            let windows =
+                if plan.divides_weights() { 0 } else { bytes.windows.saturating_sub(activations.into()) };
             messages += u64::try_from(sums + windows).unwrap_or(u64::MAX);
         }
     }
@@ -192,7 +194,7 @@ fn of_rank(
         messages += exchange::held(tables.max().unwrap_or(0), exchange::ahead(config.state));
     }
     Ok(StepMemory {
-        weights: Bytes(weights + versions),
+        weights: Bytes(weights + versions + gathered),
         gradients: Bytes(gradients),
         optimizer: Bytes(optimizer),
         activations: Bytes(activations),
@@ -217,10 +219,11 @@ fn counting(
         let exchange = Arc::new(Division::of(plan).counted(at)?);
         let built = stage_of(plan, (model, at), schedule, number, (device, exchange))?;
         let shard = zero::own_shard(zero::shards(plan, &built)?.as_ref(), &built, at);
+        let held = if plan.divides_weights() { shard.len() } else { built.layout().len() };
         let BuiltChain { chain, disk } =
             chain(config, device, (&built, shard), (1, plan.outermost().every.into()))?;
         let part = Part::new(Parts {
-            params: built.zeros()?,
+            params: device.zeros(held)?,
             stage: built,
             chain,
             sync: None,
@@ -232,6 +235,7 @@ fn counting(
             keeps: false,
             shards: None,
             divides_gradients: plan.divides_gradients(),
+            divides_weights: plan.divides_weights(),
             disk,
         })?;
         Ok((stage, part))

@@ -5,15 +5,18 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
+use farflung_base::Bytes;
 use farflung_optim::sync::{StepEnd, Synchroniser};
 use farflung_optim::{Average, Chain, OptimError, Prepared, Shard, weigh};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::StageCost;
 use farflung_tensor::{Op, Param, Tensor};
+use farflung_zoo::layer::Params;
 use farflung_zoo::{Input, Output, Packed, Saved, Slices, Stage, Targets};
 
 use super::disk_state::DiskState;
 use super::divided_gradients::DividedGradients;
+use super::divided_weights::{DividedWeights, WeightReader};
 use super::exchange::Exchange;
 use super::fault::{Fault, FaultyValue};
 use super::leaving::{Leaving, LeavingRanges, Reducing, contribute};
@@ -24,7 +27,10 @@ use crate::Result;
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) stage: Stage,
+    /// The parameters: all of them, or this rank's shard.
     pub(super) params: Tensor,
+    /// How passes get the parameters, if each holder keeps a shard.
+    pub(super) weights: Option<DividedWeights>,
     /// The gradients: of all parameters, or of this rank's shard of them.
     pub(super) grads: Tensor,
     /// How gradients reach the holders that keep them, if each keeps a shard.
@@ -111,8 +117,9 @@ pub(super) struct Parts {
     /// Whether a step that fails may continue with this rank's gradients.
     pub(super) keeps: bool,
     pub(super) shards: Option<PartShards>,
-    /// Whether the shards are of gradients, too.
+    /// Whether the shards are of gradients, and of parameters, too.
     pub(super) divides_gradients: bool,
+    pub(super) divides_weights: bool,
     pub(super) disk: Option<DiskState>,
 }
 
@@ -128,18 +135,25 @@ fn version_of<'a>(
     older.get(&version).expect("versions that microbatches still see are kept")
 }
 
+/// Returns the parameters for a pass: from a reader if they are divided.
+fn params_of<'a>(reader: Option<&'a WeightReader<'a>>, whole: &'a Tensor) -> Params<'a> {
+    reader.map_or(Params::Flat(whole), |reader| Params::Units(reader))
+}
+
 impl Part {
     pub(super) fn new(made_of: Parts) -> Result<Self> {
         let Parts { stage, params, chain, sync, costs, recompute, offload, weight, keeps, .. } = made_of;
         let (shards, disk) = (made_of.shards, made_of.disk);
         let divides = made_of.divides_gradients;
         let divided = divides.then(|| DividedGradients::new(&stage, shards.as_ref()));
+        let weights = made_of.divides_weights.then(|| DividedWeights::new(&stage, shards.clone()));
         let gradients = if divides { chain.shard().len() } else { stage.layout().len() };
         Ok(Self {
             grads: stage.device().zeros(gradients)?,
             divided,
             stage,
             params,
+            weights,
             chain,
             sync,
             costs,
@@ -176,6 +190,19 @@ impl Part {
         if let Some(divided) = &mut self.divided {
             divided.begin();
         }
+        self.drop_weights();
+    }
+
+    /// Returns the most bytes of parameters that passes have gathered at a time.
+    pub(super) fn gathered_bytes(&self) -> Bytes {
+        self.weights.as_ref().map_or(Bytes(0), DividedWeights::most)
+    }
+
+    /// Drops what is gathered of the parameters.
+    fn drop_weights(&mut self) {
+        if let Some(weights) = &mut self.weights {
+            weights.clear();
+        }
     }
 
     /// Puts off the update with the gradients so far until the table's sum arrives, and starts the next one.
@@ -211,17 +238,23 @@ impl Part {
         version_of(version, (self.version, &self.params), &self.older)
     }
 
+    /// Returns what gives passes the parameters, if they are divided. `advance`: see [`DividedWeights::reader`].
+    fn reader<'a>(&'a self, advance: &'a dyn Fn(u64, u64)) -> Option<WeightReader<'a>> {
+        self.weights.as_ref().map(|weights| weights.reader(&self.params, advance))
+    }
+
     /// Runs the forward pass of a microbatch, or of a slice that begins at position `start`. `slices` is the
-    /// state that slices pass on to each other.
+    /// state that slices pass on to each other. `advance`: see [`DividedWeights::reader`].
     pub(super) fn forward(
         &self,
-        version: u32,
+        (version, advance): (u32, &dyn Fn(u64, u64)),
         input: impl Into<Packed>,
         start: usize,
         targets: Option<Targets<'_>>,
         slices: Option<&mut Slices>,
     ) -> Result<(Output, Saved)> {
-        let params = self.at(version);
+        let reader = self.reader(advance);
+        let params = params_of(reader.as_ref(), self.at(version));
         Ok(match slices {
             Some(slices) => self.stage.forward_slice(params, input, start, targets, slices)?,
             None => self.stage.forward(params, input, targets)?,
@@ -230,12 +263,13 @@ impl Part {
 
     pub(super) fn recompute(
         &self,
-        version: u32,
+        (version, advance): (u32, &dyn Fn(u64, u64)),
         input: Input,
         saved: &mut Saved,
         slices: Option<&mut Slices>,
     ) -> Result<()> {
-        let params = self.at(version);
+        let reader = self.reader(advance);
+        let params = params_of(reader.as_ref(), self.at(version));
         match slices {
             Some(slices) => self.stage.recompute_slice(params, input, saved, slices)?,
             None => self.stage.recompute(params, input, saved)?,
@@ -245,12 +279,13 @@ impl Part {
 
     pub(super) fn backward_input(
         &self,
-        version: u32,
+        (version, advance): (u32, &dyn Fn(u64, u64)),
         saved: &mut Saved,
         dy: Option<Tensor>,
         slices: Option<&mut Slices>,
     ) -> Result<Option<Tensor>> {
-        let params = self.at(version);
+        let reader = self.reader(advance);
+        let params = params_of(reader.as_ref(), self.at(version));
         Ok(match slices {
             Some(slices) => self.stage.backward_input_slice(params, saved, dy, slices)?,
             None => self.stage.backward_input(params, saved, dy)?,
@@ -268,8 +303,10 @@ impl Part {
     ) -> Result<Option<Tensor>> {
         let accumulate = std::mem::replace(&mut self.pending, true);
         let shared = self.table();
-        let Self { stage, params, older, version: newest, .. } = self;
-        let params = version_of(version, (*newest, params), older);
+        let Self { stage, params, weights, older, version: newest, .. } = self;
+        // A range takes its time when it is final.
+        let reader = weights.as_ref().map(|weights| weights.reader(params, &|_, _| ()));
+        let params = params_of(reader.as_ref(), version_of(version, (*newest, params), older));
         let ranges =
             LeavingRanges::new(self.reducing, &mut self.sync, &self.chain, &mut self.contribution, shared);
         let (mut grads, mut leaving) = Leaving::new(&mut self.divided, (&mut self.grads, accumulate), ranges);
@@ -407,7 +444,8 @@ impl Part {
         if let Some(average) = self.average() {
             average.commit();
         }
-        self.stale = self.shards.is_some();
+        self.stale = self.shards.is_some() && self.weights.is_none();
+        self.drop_weights();
         self.before = None;
         self.version += 1;
         self.older.retain(|&version, _| needed.is_some_and(|needed| needed <= version));
@@ -417,38 +455,39 @@ impl Part {
 
     /// Fills the parameters with the shards that the other holders have updated. A collective of the holders.
     pub(super) fn gather_parameters(&mut self) -> Result<()> {
-        if let Some(shards) = &self.shards {
+        if let Some(shards) = self.shards.as_ref().filter(|_| self.weights.is_none()) {
             shards.gather(&mut self.params)?;
         }
         self.stale = false;
         Ok(())
     }
 
-    /// Fills the averaged gradients likewise: a step leaves each holder those of its shard. The buffer is that
-    /// of all parameters then.
-    pub(super) fn gather_gradients(&mut self) -> Result<()> {
-        let Some(shards) = &self.shards else { return Ok(()) };
-        if self.divided.is_some() {
-            let mut whole = self.stage.zeros()?;
-            let values = self.grads.to_vec::<f32>()?;
+    /// Returns all of its parameters. A collective of the holders, if each has a shard.
+    pub(super) fn whole_params(&self) -> Result<Tensor> {
+        if self.weights.is_some() { self.gathered(&self.params) } else { copy(&self.params) }
+    }
+
+    /// Returns all of its averaged gradients: a step leaves each holder those of its shard. A collective of the
+    /// holders.
+    pub(super) fn whole_grads(&self) -> Result<Tensor> {
+        self.gathered(&self.grads)
+    }
+
+    /// Returns all of a flat buffer of which a holder has its shard alone, or up to date.
+    fn gathered(&self, buffer: &Tensor) -> Result<Tensor> {
+        let Some(shards) = &self.shards else { return copy(buffer) };
+        let mut whole = if buffer.shape().len() == self.stage.layout().len() {
+            copy(buffer)?
+        } else {
+            let (mut whole, values) = (self.stage.zeros()?, buffer.to_vec::<f32>()?);
             for piece in self.chain.shard().pieces() {
                 let mut part = whole.view_mut().part(piece.flat.start, piece.flat.len())?;
                 part.write(&values[piece.own()])?;
             }
-            self.grads = whole;
-        }
-        shards.gather(&mut self.grads)
-    }
-
-    /// Returns to the shard of the gradients after [`Part::gather_gradients`].
-    pub(super) fn keep_own_gradients(&mut self) -> Result<()> {
-        if self.divided.is_some() {
-            let whole = self.grads.to_vec::<f32>()?;
-            let own = self.chain.shard().ranges().iter();
-            let values: Vec<f32> = own.flat_map(|range| whole[range.clone()].to_vec()).collect();
-            self.grads = self.grads.device().tensor(&values, values.len())?;
-        }
-        Ok(())
+            whole
+        };
+        shards.gather(&mut whole)?;
+        Ok(whole)
     }
 
     /// Sets whether [`Part::is_sound`] is asked after the next pass.
@@ -478,6 +517,10 @@ impl Part {
         let Some(range) = self.stage.layout().params().last().map(Param::range) else { return Ok(()) };
         let averaged = self.sync.as_mut().and_then(|sync| sync.exchanged());
         match (fault.value, averaged) {
+            (FaultyValue::Parameters, _) if self.weights.is_some() => {
+                let own = self.own_gradients(&range);
+                own.into_iter().try_for_each(|range| fault.flip_bit(&mut self.params, range))
+            }
             (FaultyValue::Parameters, _) => fault.flip_bit(&mut self.params, range),
             (FaultyValue::Reduced, Some(averaged)) => fault.flip_bit(averaged, range),
             (FaultyValue::Reduced, None) if self.divided.is_some() => {

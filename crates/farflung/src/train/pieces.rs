@@ -127,11 +127,38 @@ pub(super) struct DividedTensor<'a> {
     pub(super) holders: Vec<PieceHolder<'a>>,
 }
 
+impl DividedTensor<'_> {
+    /// Returns the shape of a holder's piece.
+    pub(super) fn shape_of(&self, holder: &PieceHolder<'_>) -> Vec<usize> {
+        match &holder.piece {
+            HeldPiece::Width(share) => self.spec.shape_of(share),
+            HeldPiece::Elements(range) => vec![range.len()],
+        }
+    }
+
+    /// Puts the values of a holder's piece to their places in the tensor.
+    pub(super) fn put(&self, holder: &PieceHolder<'_>, piece: &[f32], whole: &mut [f32]) {
+        match &holder.piece {
+            HeldPiece::Width(share) => self.spec.cut.put(&self.spec.shape, share, piece, whole),
+            HeldPiece::Elements(range) => whole[range.clone()].copy_from_slice(piece),
+        }
+    }
+}
+
+/// What a rank has of a tensor.
+#[derive(Debug, Clone)]
+pub(super) enum HeldPiece {
+    /// Its share of the width of layers; all of a tensor that is not cut.
+    Width(AxisShare),
+    /// Some of the elements.
+    Elements(Range<usize>),
+}
+
 /// A rank that has a piece of a tensor.
 #[derive(Debug)]
 pub(super) struct PieceHolder<'a> {
     pub(super) rank: Rank,
-    pub(super) share: AxisShare,
+    pub(super) piece: HeldPiece,
     /// The flat buffer with this piece and its place there, if it is this rank's.
     pub(super) own: Option<(FlatValues<'a>, usize)>,
 }
@@ -202,9 +229,9 @@ impl Piece<'_> {
             PieceValues::Flat(flat, start) => {
                 Some(Self { name, shape, cut: self.cut, values: PieceValues::Flat(*flat, *start) })
             }
-            PieceValues::Divided(DividedTensor { spec, holders }) => holders.iter().find_map(|holder| {
+            PieceValues::Divided(divided) => divided.holders.iter().find_map(|holder| {
                 let (flat, start) = holder.own?;
-                let (shape, values) = (spec.shape_of(&holder.share), PieceValues::Flat(flat, start));
+                let (shape, values) = (divided.shape_of(holder), PieceValues::Flat(flat, start));
                 Some(Self { name: name.clone(), shape, cut: true, values })
             }),
             PieceValues::Host(_) | PieceValues::Elsewhere(_) => None,
@@ -285,14 +312,14 @@ impl Part {
         let differ = self.sync.as_ref().is_some_and(|sync| sync.replicas_differ());
         let of_run = |run: bool| if run { Scope::Run } else { Scope::Replica };
         let parameters = of_run(self.own.is_some() || !differ);
+        let shard = self.chain.shard();
+        let shard = (!shard.is_whole(self.stage.layout().len())).then(|| shard.clone());
         let mut all = vec![FlatState {
             kind: StateKind::Parameters,
             scope: parameters,
             values: (&self.params).into(),
-            shard: None,
+            shard: self.weights.as_ref().and_then(|_| shard.clone()),
         }];
-        let shard = self.chain.shard();
-        let shard = (!shard.is_whole(self.stage.layout().len())).then(|| shard.clone());
         let scope = of_run(each_step && self.shards.is_none());
         let optimizer = |name: &str, values| {
             let kind = StateKind::Optimizer(name.to_owned());

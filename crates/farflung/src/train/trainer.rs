@@ -279,7 +279,7 @@ impl Trainer {
     /// Returns the hash of the parameters of its first part, without padding: equal on all replicas whenever
     /// they have the same parameters.
     pub fn hash(&self) -> Result<blake3::Hash> {
-        hash(self.stage(), self.params())
+        super::fingerprint::of_params(self.stage(), self.params())
     }
 
     /// Trains one step: one update of the optimizer; without a flush, one or more updates of each part.
@@ -582,13 +582,6 @@ impl Trainer {
         }
         Ok(sums[0] / sums[1])
     }
-}
-
-/// Returns the hash of a stage's parameters, without padding.
-pub(super) fn hash(stage: &Stage, params: &Tensor) -> Result<blake3::Hash> {
-    let all = params.to_vec::<f32>()?;
-    let elements: Vec<f32> = stage.layout().params().iter().flat_map(|p| &all[p.range()]).copied().collect();
-    Ok(super::fingerprint::digest(&elements))
 }
 
 /// Returns a rank's parts by number, the order in which all ranks communicate over them: two copies of the

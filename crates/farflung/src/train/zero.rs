@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use farflung_base::{Axis, Operation};
 use farflung_comm::{Communicator, gather_from_owners, owners_operation, scatter_to_owners};
-use farflung_optim::{Shard, ShardReduction, Shards};
+use farflung_optim::{GatheredRange, OptimError, Shard, ShardReduction, Shards};
 use farflung_parallel::{Coordinates, Plan};
 use farflung_tensor::{Op, ParamLayout, Tensor};
 use farflung_zoo::{AxisShare, Stage};
@@ -78,6 +78,11 @@ fn window(plan: &BoundPlan) -> usize {
     plan.outermost().averages().bucket_bytes / size_of::<f32>()
 }
 
+/// Returns the transfer of a range of weights from the holders that have it, for predictions.
+pub(super) fn weights(shards: &Shards, range: &Range<usize>) -> Operation {
+    owners_operation(gather_from_owners, &shards.within(range).lengths())
+}
+
 /// Returns the transfers of the windows in which holders gather their shards, for predictions.
 pub(super) fn gathers(plan: &BoundPlan, shards: &Shards) -> Vec<Operation> {
     let of = |window: Shards| owners_operation(gather_from_owners, &window.lengths());
@@ -98,6 +103,15 @@ impl PartShards {
     /// Fills a flat buffer with the shards of all holders. A collective of them, which may be repeated.
     pub(super) fn gather(&self, flat: &mut Tensor) -> Result<()> {
         Ok(self.shards.gather(&self.holders, flat, self.most)?)
+    }
+
+    /// Starts to gather a range of the flat buffers, of which `own` has this rank's shard alone. A collective.
+    pub(super) fn start_gather(
+        &self,
+        range: &Range<usize>,
+        own: &Tensor,
+    ) -> Result<GatheredRange, OptimError> {
+        self.shards.start_gather(&self.holders, range, own)
     }
 
     /// Returns the reduction of gradients into the shards.

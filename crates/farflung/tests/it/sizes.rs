@@ -71,6 +71,7 @@ fn estimates_are_near_what_runs_take() {
         format!("{wide} --workers 2 --codec topk:0.01 --optimizer sgd --momentum 0"),
         format!("{wide} --workers 2 --sync diloco --sync-every 1"),
         format!("{wide} --workers 3 --zero 1"),
+        format!("{wide} --workers 3 --zero 3"),
         "--tokenizer gpt2 --dim 32 --heads 2 --batch 8 --workers 1".to_owned(),
         "--tokenizer gpt2 --dim 32 --heads 2 --batch 8 --workers 1 --precision bf16".to_owned(),
         format!("{wide} --workers 2 --stages 2"),

@@ -54,6 +54,7 @@ fn state_on_disk_changes_no_bit_and_is_continued_from() {
         ("muon", "--optimizer muon --lookahead 2", 1),
         ("two", "--workers 2", 2),
         ("zero", "--workers 3 --zero 1 --zero-weights 2,0,1", 3),
+        ("weights", "--workers 3 --zero 3 --zero-weights 2,0,1", 3),
         ("stages", "--workers 4 --stages 2 --microbatches 2 --boundary int8", 4),
         ("chunks", "--workers 2 --stages 2 --schedule interleaved", 2),
         ("mesh", "--mesh data=2,pipeline=2,tensor=2 --microbatches 2 --zero 1", 8),

@@ -23,6 +23,14 @@ fn untied(run: &Run) {
     describe(run, "untied.json", &[("tie_word_embeddings", false.into())]);
 }
 
+/// Writes a model whose head is its token table.
+fn tied(run: &Run) {
+    let tied = serde_json::json!({
+        "model_type": "gpt2", "vocab_size": 256, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_positions": 8,
+    });
+    fs::write(run.at("gpt2.json"), tied.to_string()).unwrap();
+}
+
 /// Two replicas add two numbers, so that the order of sums is the same.
 #[test]
 fn shards_change_no_bit() {
@@ -55,11 +63,13 @@ fn shards_change_no_bit() {
 }
 
 /// Owners add the gradients of a microbatch in rank order, whether each rank has summed up its own before or
-/// not: with one microbatch, the bits are those of stage 1.
+/// not: with one microbatch, the bits are those of stage 1. Weights are gathered as they are.
 #[test]
-fn divided_gradients_have_the_bits_of_whole_ones() {
+fn divided_gradients_and_weights_have_the_bits_of_whole_ones() {
     let run = llama();
     untied(&run);
+    tied(&run);
+    let mut first = None;
     for (name, args) in [
         ("three", "--workers 3"),
         ("clipped", "--workers 2 --clip 0.1"),
@@ -68,6 +78,8 @@ fn divided_gradients_have_the_bits_of_whole_ones() {
         ("lamb", "--workers 2 --optimizer lamb --clip 0"),
         ("muon", "--workers 2 --optimizer muon --clip 0"),
         ("disk", "--workers 2 --state disk"),
+        ("evaluated", "--workers 3 --eval-every 2 --recompute 1 --sample-tokens 0"),
+        ("within", "--workers 2 --recompute 20kb"),
         ("context", "--workers 4 --context-parallel 2"),
         (
             "stages",
@@ -75,9 +87,20 @@ fn divided_gradients_have_the_bits_of_whole_ones() {
         ),
     ] {
         let whole = done(&run, &format!("{name}-1"), &format!("{args} --zero 1"));
-        let steps = done(&run, &format!("{name}-2"), &format!("{args} --zero 2 --check-every 1"));
-        assert_eq!(farthest(&steps, &whole).to_bits(), 0.0_f64.to_bits(), "{args}");
-        assert!(weights(&run, &format!("{name}-2"), 3) == weights(&run, &format!("{name}-1"), 3), "{args}");
+        for stage in [2, 3] {
+            let out = format!("{name}-{stage}");
+            let steps = done(&run, &out, &format!("{args} --zero {stage} --check-every 1"));
+            assert_eq!(farthest(&steps, &whole).to_bits(), 0.0_f64.to_bits(), "{args}, stage {stage}");
+            assert!(weights(&run, &out, 3) == weights(&run, &format!("{name}-1"), 3), "{args}, stage {stage}");
+        }
+    }
+    // A head that is the token table reads it at both ends of a pass.
+    for (stage, args) in [(2, ""), (3, ""), (3, "--zero-weights 1,0,4 --recompute full")] {
+        let args = format!("--model gpt2.json --workers 3 --accumulate 2 --zero {stage} {args}");
+        done(&run, "tied", &args);
+        let found = weights(&run, "tied", 3);
+        fs::remove_dir_all(run.at("tied")).unwrap();
+        assert!(*first.get_or_insert_with(|| found.clone()) == found, "{args}");
     }
     // Of several microbatches, each rank sums up what it owns, and each is sent.
     let one = done(&run, "several-1", "--workers 3 --accumulate 4 --zero 1");
@@ -88,8 +111,12 @@ fn divided_gradients_have_the_bits_of_whole_ones() {
         .map(|m| sent(&done(&run, &format!("sent-{m}"), &format!("--workers 3 --accumulate {m} --zero 2"))));
     let (each, more) = (two - one, four - two);
     assert!(each > 0.0 && (more / (2.0 * each) - 1.0).abs() < 1e-3, "{each} {more}");
-    for (out, args) in [("uneven", "--zero-weights 5,0,1"), ("small", "--bucket-mb 0.001")] {
-        done(&run, out, &format!("--workers 3 --accumulate 4 --zero 2 {args} --check-every 1"));
+    for (out, args) in [
+        ("uneven", "--zero 2 --zero-weights 5,0,1"),
+        ("small", "--zero 2 --bucket-mb 0.001"),
+        ("weights", "--zero 3 --zero-weights 0,2,1"),
+    ] {
+        done(&run, out, &format!("--workers 3 --accumulate 4 {args} --check-every 1"));
         assert!(weights(&run, out, 3) == weights(&run, "several-2", 3), "{args}");
     }
 }
@@ -113,6 +140,8 @@ fn shards_work_with_every_schedule_that_ends_a_step_at_once() {
         let whole = done(&run, &format!("{method}-1"), &format!("{args} --zero 1"));
         let divided = done(&run, &format!("{method}-2"), &format!("{args} --zero 2 --check-every 1"));
         assert!(farthest(&divided, &whole) < 1e-6, "{method}");
+        done(&run, &format!("{method}-3"), &format!("{args} --zero 3 --check-every 1"));
+        assert!(weights(&run, &format!("{method}-3"), 3) == weights(&run, &format!("{method}-2"), 3), "{method}");
     }
 }
 
@@ -144,15 +173,13 @@ fn any_division_of_the_state_continues_any_other() {
         ("equal", "--workers 4 --zero 1"),
         ("uneven", "--workers 2 --zero 1 --zero-weights 1,3 --accumulate 2"),
         ("gradients", "--workers 2 --zero 2 --zero-weights 2,1 --accumulate 2"),
+        ("weights", "--workers 4 --zero 3 --zero-weights 0,3,2,1"),
         ("stages", "--workers 4 --stages 2 --zero 1 --microbatches 2"),
         ("tensor", "--mesh data=2,tensor=2 --zero 1 --zero-weights 2,0 --accumulate 2"),
     ];
     each_continues_any(&run, ("", ""), &divisions, 1e-4);
     // A border of shards lies in the token table, which two stages have.
-    let tied = serde_json::json!({
-        "model_type": "gpt2", "vocab_size": 256, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_positions": 8,
-    });
-    fs::write(run.at("gpt2.json"), tied.to_string()).unwrap();
+    tied(&run);
     let divisions = [
         ("whole", "--workers 2 --accumulate 2"),
         ("stages", "--workers 4 --stages 2 --zero 1 --zero-weights 1,3 --microbatches 2"),
@@ -190,6 +217,8 @@ fn steps_take_the_time_that_was_predicted() {
         (1, 8, 2, 2, Some(vec![1, 3]), true),
         (2, 2, 1, 1, None, true),
         (2, 3, 1, 1, Some(vec![3, 0, 2]), false),
+        (3, 2, 1, 1, None, true),
+        (3, 3, 1, 1, Some(vec![3, 0, 2]), false),
     ] {
         let what = format!("stage {zero}, {workers} ranks, {stages} stages, {tensor}");
         let config = TrainConfig {
@@ -212,14 +241,11 @@ fn steps_take_the_time_that_was_predicted() {
 #[test]
 fn what_cannot_be_divided_is_refused_with_the_reason() {
     let run = llama();
-    let tied = serde_json::json!({
-        "model_type": "gpt2", "vocab_size": 256, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_positions": 8,
-    });
-    fs::write(run.at("gpt2.json"), tied.to_string()).unwrap();
+    tied(&run);
     untied(&run);
     for (args, reason) in [
-        ("--workers 2 --zero 3", "stage 3, which divides parameters, is not implemented yet"),
-        ("--workers 2 --zero 9", "`zero` is 9, expected 0, 1 or 2"),
+        ("--workers 2 --zero 9", "`zero` is 9, expected 0 to 3"),
+        ("--mesh data=2,tensor=2 --zero 3", "`zero` is 3, expected 0 or 1 with `tensor` above 1"),
         (
             "--workers 4 --stages 2 --schedule terapipe --zero 2 --model untied.json",
             "`zero` is 2, expected 0 or 1 with terapipe",

@@ -10,7 +10,8 @@ use crate::transform::StepInfo;
 
 impl Chain {
     /// Takes the step in place. If all links fit into one pass, it goes over parameters, gradients and state
-    /// once. `grads` has either the length of the layout's flat buffers, or that of [`Chain::shard`] alone.
+    /// once. `params` and `grads` each have either the length of the layout's flat buffers, or that of
+    /// [`Chain::shard`] alone.
     ///
     /// Errors: those of the device; those of a [`StateStore`](super::StateStore), after which some parameters
     /// have taken the step and others have not.
@@ -20,14 +21,16 @@ impl Chain {
         grads: &Tensor,
         prepared: Prepared,
     ) -> Result<(), OptimError> {
+        let of_shard = params.shape().len() == self.shard.len();
         for piece in 0..self.pieces.len() {
             let taken = self.store.as_mut().map(|store| store.take()).transpose()?;
             let held = taken.map(|taken| std::mem::replace(&mut self.states, taken));
             self.commit_piece(piece, params, grads, prepared)?;
             if let (Some(store), Some(held)) = (&mut self.store, held) {
-                let range = &self.pieces[piece].range;
+                let ChainPiece { range, first_of_shard, .. } = &self.pieces[piece];
+                let start = range.start - if of_shard { *first_of_shard } else { 0 };
                 let taken = std::mem::replace(&mut self.states, held);
-                store.give(taken, params.view().part(range.start, range.len())?)?;
+                store.give(taken, params.view().part(start, range.len())?)?;
             }
         }
         self.step += 1;
@@ -43,8 +46,11 @@ impl Chain {
         prepared: Prepared,
     ) -> Result<(), OptimError> {
         let ChainPiece { first, first_of_shard, .. } = self.pieces[piece];
-        let of_shard = grads.shape().len() == self.shard.len();
-        let first_gradient = if of_shard { first_of_shard } else { 0 };
+        let first_of = |buffer: &Tensor| {
+            let of_shard = buffer.shape().len() == self.shard.len();
+            if of_shard { first_of_shard } else { 0 }
+        };
+        let (first_param, first_gradient) = (first_of(params), first_of(grads));
         for class in &self.classes {
             let part = &class.parts[piece];
             if part.ranges.is_empty() {
@@ -62,7 +68,7 @@ impl Chain {
                         let count = self.links[*link].states().len();
                         let tensors = &mut Tensors {
                             list: &part.tensors,
-                            first,
+                            first: first - first_param,
                             params,
                             update: self.update.as_mut().expect(IN_MEMORY),
                             factor: &self.factor,
@@ -79,6 +85,7 @@ impl Chain {
                             update: self.update.as_mut(),
                             states: &mut self.states,
                             first,
+                            first_param,
                             first_gradient,
                         };
                         for range in &part.ranges {
@@ -104,7 +111,8 @@ struct Buffers<'a> {
     states: &'a mut [Tensor],
     /// Index in the flat buffers of the first element of `update` and `states`.
     first: usize,
-    /// That of the first element of `grads`.
+    /// Those of the first elements of `params` and of `grads`.
+    first_param: usize,
     first_gradient: usize,
 }
 
@@ -123,18 +131,19 @@ impl Buffers<'_> {
         let scalars = &scalars[..program.scalars()];
         let grads = self.grads.view().part(start - self.first_gradient, len)?;
         let own = start - self.first;
+        let param = start - self.first_param;
         let (reads, first) = match (place.first, place.last) {
-            (true, true) => ([grads, grads], self.params.view_mut().part(start, len)?),
+            (true, true) => ([grads, grads], self.params.view_mut().part(param, len)?),
             (true, false) => {
                 let update = self.update.as_mut().expect(IN_MEMORY);
-                ([grads, self.params.view().part(start, len)?], update.view_mut().part(own, len)?)
+                ([grads, self.params.view().part(param, len)?], update.view_mut().part(own, len)?)
             }
             (false, true) => {
                 let update = self.update.as_ref().expect(IN_MEMORY).view().part(own, len)?;
-                ([update, update], self.params.view_mut().part(start, len)?)
+                ([update, update], self.params.view_mut().part(param, len)?)
             }
             (false, false) => {
-                let params = self.params.view().part(start, len)?;
+                let params = self.params.view().part(param, len)?;
                 let update = self.update.as_mut().expect(IN_MEMORY);
                 ([params, params], update.view_mut().part(own, len)?)
             }

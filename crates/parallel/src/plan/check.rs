@@ -137,9 +137,6 @@ impl Plan {
     fn check_zero(&self) -> Result<(), ParallelError> {
         let (stage, weights, replicas) = (self.zero, &self.zero_weights, self.replicas());
         ensure(stage <= 3, "zero", stage, "0 to 3")?;
-        if stage > 2 {
-            return Err(ParallelError::NotBuilt { what: format!("stage {stage} of ZeRO (`zero`)") });
-        }
         let expected = if stage == 0 {
             "nothing, because replicas divide nothing (`zero` is 0)".to_owned()
         } else {

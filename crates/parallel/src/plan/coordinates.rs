@@ -101,14 +101,14 @@ impl Plan {
     }
 
     /// Returns the first replicas that together hold the model which a replica trains: those that divide its
-    /// experts, or the first one of its path.
+    /// experts or its parameters, or the first one of its path.
     #[must_use]
     pub fn holders_of_model(&self, replica: u32) -> Range<u32> {
         if self.paths() > 1 {
             let path = self.path(replica);
             return path..path + 1;
         }
-        0..self.expert_ranks()
+        0..if self.divides_weights() { self.replicas() } else { self.expert_ranks() }
     }
 
     /// Returns a number for what a rank holds of the model and of the optimizer's state: its position in its

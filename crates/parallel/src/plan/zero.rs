@@ -15,6 +15,12 @@ impl Plan {
         self.zero > 1
     }
 
+    /// Returns whether each rank holds the parameters of such a shard alone, too.
+    #[must_use]
+    pub const fn divides_weights(&self) -> bool {
+        self.zero > 2
+    }
+
     /// Returns the weights by which replicas divide the optimizer's state.
     #[must_use]
     pub fn shares_of_state(&self) -> Vec<u32> {

@@ -52,8 +52,8 @@ impl Embedding {
             tokens: tokens.view(),
             first: self.first,
             positions: cx.positions(start),
-            tokens_table: cx.layout.view(cx.params, self.table)?,
-            positions_table: positions.map(|at| cx.layout.view(cx.params, at)).transpose()?,
+            tokens_table: cx.param(self.table)?,
+            positions_table: positions.map(|at| cx.param(at)).transpose()?,
             y: y.view_mut(),
         })?;
         if self.first.is_some() { cx.reduced(y) } else { Ok(y) }

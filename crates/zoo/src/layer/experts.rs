@@ -149,7 +149,7 @@ impl Experts {
     ) -> Result<Tensor> {
         let [b, t, c] = dims(x)?;
         let mut logits = cx.empty([b, t, self.spec.count])?;
-        let router = cx.layout.view(cx.params, self.router)?;
+        let router = cx.param(self.router)?;
         Self::router_product(cx, (x, false), (router, false), (logits.view_mut(), false))?;
         let routes = self.routes(cx, &logits)?;
         let routing = &routes.routing;
@@ -276,7 +276,7 @@ impl Experts {
         let adds = cx.exchange.rank(Axis::Tensor) == 0;
         let mut of_router = adds.then(|| cx.empty([b, t, c])).transpose()?;
         if let Some(of_router) = &mut of_router {
-            let router = cx.layout.view(cx.params, self.router)?;
+            let router = cx.param(self.router)?;
             Self::router_product(cx, (&d_logits, false), (router, true), (of_router.view_mut(), false))?;
         }
         cx.device.run(Op::CombineRows {

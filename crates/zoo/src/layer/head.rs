@@ -109,11 +109,11 @@ impl Head {
         let whole = cx.whole(&norm)?;
         let [b, t, _] = dims(&whole)?;
         let mut logits = cx.empty([b, t, self.vocab])?;
-        let bias = self.has_bias().then(|| cx.layout.view(cx.params, self.table + 1)).transpose()?;
+        let bias = self.has_bias().then(|| cx.param(self.table + 1)).transpose()?;
         cx.device.run(Op::MatMul {
             a: whole.view(),
             a_t: false,
-            b: cx.layout.view(cx.params, self.table)?,
+            b: cx.param(self.table)?,
             b_t: true,
             c: logits.view_mut(),
             accumulate: false,
@@ -181,7 +181,7 @@ impl Head {
         cx.device.run(Op::MatMul {
             a: saved.d_logits.view(),
             a_t: false,
-            b: cx.layout.view(cx.params, self.table)?,
+            b: cx.param(self.table)?,
             b_t: false,
             c: d_norm.view_mut(),
             accumulate: false,

@@ -106,7 +106,7 @@ impl Linear {
         let [b, t, _] = dims(x)?;
         let mut y = cx.empty([b, t, self.outputs])?;
         let adds = !self.partial || cx.exchange.rank(Axis::Tensor) == 0;
-        let bias = (self.bias && adds).then(|| cx.layout.view(cx.params, self.weight + 1)).transpose()?;
+        let bias = (self.bias && adds).then(|| cx.param(self.weight + 1)).transpose()?;
         let then = match then {
             Then::Add(_) if !adds => Then::Nothing,
             then => then,
@@ -129,7 +129,7 @@ impl Linear {
     }
 
     fn product(&self, cx: &StageContext<'_>, x: View<'_>, y: ViewMut<'_>, fuse: Fuse<'_>) -> Result<()> {
-        let b = cx.layout.view(cx.params, self.weight)?;
+        let b = cx.param(self.weight)?;
         let (scales, accumulate) = ([1.0; 2], false);
         Ok(cx.device.run(Op::MatMul { a: x, a_t: false, b, b_t: false, c: y, accumulate, scales, fuse })?)
     }
@@ -200,7 +200,7 @@ impl Linear {
         cx.device.run(Op::MatMul {
             a: dy,
             a_t: false,
-            b: cx.layout.view(cx.params, self.weight)?,
+            b: cx.param(self.weight)?,
             b_t: true,
             c: dx,
             accumulate,

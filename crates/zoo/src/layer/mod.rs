@@ -27,6 +27,7 @@ mod head;
 mod linear;
 mod mlp;
 mod norm;
+mod params;
 mod rotary;
 mod routing;
 mod sequence;
@@ -46,6 +47,7 @@ pub use head::{Head, HeadSaved, Targets};
 pub use linear::{Linear, Then};
 pub use mlp::Mlp;
 pub use norm::NormLayer;
+pub use params::{LayerParams, LayerUnits, Params, UnitParams, UnitValues};
 pub use rotary::table as rotary_table;
 pub use routing::{Routed, RouterLossValues, RouterPass};
 pub use sequence::SequencePieces;
@@ -67,8 +69,8 @@ pub struct StageContext<'a> {
     pub device: &'a Device,
     /// Layout of the parameters in the stage's flat buffers.
     pub layout: &'a ParamLayout,
-    /// The stage's parameters.
-    pub params: &'a Tensor,
+    /// The parameters of the layer, or those of the stage.
+    pub params: LayerParams<'a>,
     /// The exchange with the ranks that have the other pieces of the layers.
     pub exchange: &'a dyn Exchange,
     /// Factor of gradients before a matrix product rounds them; the product is divided by it. A power of two.

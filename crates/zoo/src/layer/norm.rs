@@ -55,11 +55,11 @@ impl NormLayer {
         [rows, width]: [usize; 2],
     ) -> Result<(Tensor, Tensor)> {
         let (mut y, mut stats) = (cx.empty(x.shape())?, cx.empty([rows, 2])?);
-        let bias = self.bias.then(|| cx.layout.view(cx.params, self.gain + 1)).transpose()?;
+        let bias = self.bias.then(|| cx.param(self.gain + 1)).transpose()?;
         cx.device.run(Op::Norm {
             norm: self.norm,
             x: x.view().reshape([rows, width])?,
-            gain: cx.layout.view(cx.params, self.gain)?,
+            gain: cx.param(self.gain)?,
             bias,
             y: y.view_mut().reshape([rows, width])?,
             stats: stats.view_mut(),
@@ -80,7 +80,7 @@ impl NormLayer {
         cx.device.run(Op::NormInput {
             norm: self.norm,
             x: x.view(),
-            gain: cx.layout.view(cx.params, self.gain)?,
+            gain: cx.param(self.gain)?,
             stats: stats.view(),
             dy: dy.view(),
             residual: residual.map(Tensor::view),
@@ -102,7 +102,7 @@ impl NormLayer {
         cx.device.run(Op::NormInput {
             norm: self.norm,
             x: x.view().reshape(rows)?,
-            gain: cx.layout.view(cx.params, self.gain)?,
+            gain: cx.param(self.gain)?,
             stats: stats.view(),
             dy: dy.view().reshape(rows)?,
             residual: None,

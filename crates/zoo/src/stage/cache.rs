@@ -4,7 +4,7 @@ use farflung_tensor::{DType, Op, Tensor};
 
 use super::{Input, Packed, Seen, Stage, StageContext};
 use crate::ZooError;
-use crate::layer::{Block, Head, KeyValues, dims};
+use crate::layer::{Block, Head, KeyValues, Params, dims};
 
 /// Keys and values of the tokens processed so far.
 #[derive(Debug)]
@@ -66,26 +66,26 @@ impl Stage {
     ///
     /// Errors: [`ZooError::StageInput`] for the input of another stage; [`ZooError::Config`] if the cache has
     /// no room.
-    pub fn decode(
+    pub fn decode<'a>(
         &self,
-        params: &Tensor,
+        params: impl Into<Params<'a>>,
         cache: &mut Cache,
         input: impl Into<Packed>,
     ) -> Result<Tensor, ZooError> {
-        self.decode_by(params, cache, input.into(), Head::logits)
+        self.decode_by(params.into(), cache, input.into(), Head::logits)
     }
 
     /// Like [`Stage::decode`] for one sequence, but returns the logits `[1, 1, V]` of the token after the last
     /// position only.
     ///
     /// Errors: as [`Stage::decode`].
-    pub fn decode_last(
+    pub fn decode_last<'a>(
         &self,
-        params: &Tensor,
+        params: impl Into<Params<'a>>,
         cache: &mut Cache,
         input: impl Into<Packed>,
     ) -> Result<Tensor, ZooError> {
-        self.decode_by(params, cache, input.into(), |head, cx, x| {
+        self.decode_by(params.into(), cache, input.into(), |head, cx, x| {
             let [_, positions, width] = dims(x)?;
             let mut last = self.device.empty(DType::F32, [1, 1, width])?;
             let row = x.view().part((positions - 1) * width, [1, 1, width])?;
@@ -96,7 +96,7 @@ impl Stage {
 
     fn decode_by(
         &self,
-        params: &Tensor,
+        params: Params<'_>,
         cache: &mut Cache,
         input: Packed,
         last: impl FnOnce(&Head, &StageContext<'_>, &Tensor) -> Result<Tensor, ZooError>,

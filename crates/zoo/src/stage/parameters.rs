@@ -63,25 +63,62 @@ impl Stage {
     /// Creates initial parameters, a pure function of the seed. They are equal for a stage and for the same
     /// layers of the whole model.
     pub fn init(&self, seed: u64) -> Result<Tensor, ZooError> {
-        let mut values = vec![0.0; self.layout.len()];
-        for (p, (index, spec)) in self.layout.params().iter().zip(&self.specs) {
-            spec.fill_piece(&self.share, &mut values[p.range()], |whole| {
-                spec.fill(seed, *index, whole);
-                Ok::<_, ZooError>(())
-            })?;
-        }
-        Ok(self.device.tensor(&values, self.layout.len())?)
+        self.init_within(seed, std::slice::from_ref(&(0..self.layout.len())))
+    }
+
+    /// Like [`Stage::init`], of ranges of the flat buffers alone, one after another.
+    pub fn init_within(&self, seed: u64, ranges: &[Range<usize>]) -> Result<Tensor, ZooError> {
+        self.filled(ranges, |_, (index, spec), whole| {
+            spec.fill(seed, *index, whole);
+            Ok(())
+        })
     }
 
     /// Reads the parameters from opened weights, by name.
     ///
     /// Errors: those of [`Weights::tensor`].
     pub fn load(&self, weights: &mut Weights) -> Result<Tensor, ZooError> {
-        let mut values = vec![0.0; self.layout.len()];
-        for (p, (_, spec)) in self.layout.params().iter().zip(&self.specs) {
-            spec.fill_piece(&self.share, &mut values[p.range()], |whole| weights.tensor(&p.name, whole))?;
+        self.load_within(weights, std::slice::from_ref(&(0..self.layout.len())))
+    }
+
+    /// Like [`Stage::load`], of ranges of the flat buffers alone, one after another.
+    ///
+    /// Errors: as [`Stage::load`].
+    pub fn load_within(&self, weights: &mut Weights, ranges: &[Range<usize>]) -> Result<Tensor, ZooError> {
+        self.filled(ranges, |p, _, whole| weights.tensor(&p.name, whole))
+    }
+
+    /// Returns ranges of the flat buffers, of tensors that `fill` writes whole. Besides what is returned, one
+    /// tensor is in memory at a time.
+    fn filled(
+        &self,
+        ranges: &[Range<usize>],
+        mut fill: impl FnMut(&Param, &(usize, TensorSpec), &mut [f32]) -> Result<(), ZooError>,
+    ) -> Result<Tensor, ZooError> {
+        let mut values = vec![0.0; ranges.iter().map(ExactSizeIterator::len).sum()];
+        for (p, spec) in self.layout.params().iter().zip(&self.specs) {
+            let mut at = 0;
+            let mut piece: Option<Vec<f32>> = None;
+            for range in ranges {
+                let shared = range.start.max(p.start)..range.end.min(p.range().end);
+                if shared == p.range() {
+                    let into = at + p.start - range.start;
+                    let into = &mut values[into..into + p.shape.len()];
+                    spec.1.fill_piece(&self.share, into, |whole| fill(p, spec, whole))?;
+                } else if !shared.is_empty() {
+                    if piece.is_none() {
+                        let mut whole = vec![0.0; p.shape.len()];
+                        spec.1.fill_piece(&self.share, &mut whole, |whole| fill(p, spec, whole))?;
+                        piece = Some(whole);
+                    }
+                    let into = at + shared.start - range.start;
+                    let from = piece.iter().flat_map(|all| &all[shared.start - p.start..shared.end - p.start]);
+                    values[into..into + shared.len()].iter_mut().zip(from).for_each(|(to, from)| *to = *from);
+                }
+                at += range.len();
+            }
         }
-        Ok(self.device.tensor(&values, self.layout.len())?)
+        Ok(self.device.tensor(&values, values.len())?)
     }
 
     /// Writes a whole model to a folder in Hugging Face's layout, as [`weights::write`] does. [`Stage::load`]

@@ -10,7 +10,7 @@ use farflung_tensor::Tensor;
 
 use super::{ActivationPolicy, Cache, Input, Output, Packed, Saved, Seen, Stage};
 use crate::ZooError;
-use crate::layer::{KeyValues, Later, Targets};
+use crate::layer::{KeyValues, Later, Params, Targets};
 
 /// Data that the slices of a microbatch share on a stage: keys and values in the forward pass, and their
 /// gradients in the backward pass.
@@ -64,9 +64,9 @@ impl Stage {
     /// to those of the whole sequence. Processing a slice again gives the same bits.
     ///
     /// Errors: [`ZooError::StageInput`] if an earlier slice is missing.
-    pub fn forward_slice(
+    pub fn forward_slice<'a>(
         &self,
-        params: &Tensor,
+        params: impl Into<Params<'a>>,
         input: impl Into<Packed>,
         start: usize,
         targets: Option<Targets<'_>>,
@@ -80,7 +80,7 @@ impl Stage {
         let seen = slices.seen_before(start)?;
         let before = Seen { past: start, layers: &mut seen.layers };
         let (output, saved) =
-            self.forward_by(params, input.into(), targets, &ActivationPolicy::default(), Some(before))?;
+            self.forward_by(params.into(), input.into(), targets, &ActivationPolicy::default(), Some(before))?;
         seen.len = seen.len.max(saved.positions.end);
         Ok((output, saved))
     }
@@ -88,25 +88,25 @@ impl Stage {
     /// Like [`Stage::recompute`], for one slice.
     ///
     /// Errors: those of [`Stage::forward_slice`].
-    pub fn recompute_slice(
+    pub fn recompute_slice<'a>(
         &self,
-        params: &Tensor,
+        params: impl Into<Params<'a>>,
         input: Input,
         saved: &mut Saved,
         slices: &mut Slices,
     ) -> Result<(), ZooError> {
         let past = saved.positions.start;
         let seen = slices.seen_before(past)?;
-        self.recompute_by(params, input, saved, Some(Seen { past, layers: &mut seen.layers }))
+        self.recompute_by(params.into(), input, saved, Some(Seen { past, layers: &mut seen.layers }))
     }
 
     /// Like [`Stage::backward_input`], for one slice, after all later ones. The second half is
     /// [`Stage::backward_weight`], as for a whole microbatch.
     ///
     /// Errors: [`ZooError::StageInput`] if the next slice has not been processed yet.
-    pub fn backward_input_slice(
+    pub fn backward_input_slice<'a>(
         &self,
-        params: &Tensor,
+        params: impl Into<Params<'a>>,
         saved: &mut Saved,
         dy: Option<Tensor>,
         slices: &mut Slices,
@@ -119,7 +119,7 @@ impl Stage {
             seen: &seen.layers[i],
             gradients: layers[i].take().expect("each block runs once"),
         };
-        let dx = self.backward_input_by(params, saved, dy, later)?;
+        let dx = self.backward_input_by(params.into(), saved, dy, later)?;
         gradients.len = positions.start;
         Ok(dx)
     }

@@ -411,7 +411,7 @@ impl Alone {
         StageContext {
             device: &self.cpu,
             layout: &self.layout,
-            params,
+            params: params.into(),
             exchange: &farflung_zoo::exchange::Alone,
             gradient_scale: 1.0,
             router: RouterPass::NONE,

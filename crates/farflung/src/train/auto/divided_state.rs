@@ -1,4 +1,4 @@
-//! Plans that fit only if replicas divide the optimizer's state, or gradients too.
+//! Plans that fit only if replicas divide the optimizer's state, or gradients and weights too.
 
 use farflung_base::{Bytes, Rank};
 use farflung_parallel::{Level, Plan};
@@ -22,7 +22,7 @@ pub(super) struct Fitting {
 impl PlanRequest<'_> {
     /// Returns the plan if each machine has the memory for it, by a rough estimate. Unless all have plenty,
     /// also with the optimizer's state divided among the replicas, if each has what is counted then: equally,
-    /// or by memory. If that is not enough, with gradients divided, too.
+    /// or by memory. If that is not enough, with gradients divided, too, or with weights as well.
     pub(super) fn fitting(&self, plan: &Plan) -> Result<Vec<Fitting>> {
         let mut all = Vec::new();
         if self.fits(plan, 1) {
@@ -31,7 +31,7 @@ impl PlanRequest<'_> {
         if self.fits(plan, 2) {
             return Ok(all);
         }
-        for zero in [1, 2] {
+        for zero in [1, 2, 3] {
             if let Some(fitting) = self.at_stage(plan, zero)? {
                 all.push(fitting);
                 break;
@@ -51,7 +51,8 @@ impl PlanRequest<'_> {
         let held = planned_memory(&equal, self.model, self.cluster)?;
         let [equally, by_memory] = match zero {
             1 => [", state divided", ", state divided by memory"],
-            _ => [", state and gradients divided", ", state and gradients divided by memory"],
+            2 => [", state and gradients divided", ", state and gradients divided by memory"],
+            _ => [", state, gradients and weights divided", ", all divided by memory"],
         };
         if too_small(&equal, &held, self.cluster).is_none() {
             return Ok(Some(Fitting { plan: equal, how: equally }));

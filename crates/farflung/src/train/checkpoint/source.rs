@@ -253,11 +253,25 @@ impl Source {
                 return Err(files.damaged(TRAINER, "it is of another step than the checkpoint beside it"));
             }
             let read = files.tensors(MODEL, |name, _| {
-                foreign |= whole.find(name).is_err();
-                needed.has(name)
+                let tensor = TensorPart::of(name).map_or(name, |part| part.tensor);
+                foreign |= whole.find(tensor).is_err();
+                needed.has(tensor)
             });
             let width = files.record.width()?;
             for StoredTensor { name, mut shape, mut values } in read? {
+                if let Some(part) = TensorPart::of(&name) {
+                    // Rank 0 has the whole tensor.
+                    if weights.contains_key(part.tensor) {
+                        continue;
+                    }
+                    let tensor = part.tensor.to_owned();
+                    if let Some(joined) = parts.take(StoredState { name, values }, &width) {
+                        let at = whole.find(&tensor).ok();
+                        let shape = at.map(|at| whole.params()[at].shape.dims().to_vec());
+                        weights.insert(tensor, (shape.unwrap_or_default(), joined.values));
+                    }
+                    continue;
+                }
                 if !of_weights.is_piece(&name, values.len(), &width) {
                     stored.from_file(&name, &mut shape, &mut values);
                 }
@@ -344,21 +358,28 @@ impl Source {
         self.record.rounds
     }
 
-    /// Returns the weights of a part's layout as a flat buffer, and forgets those that no other part needs.
+    /// Returns the weights of a shard of a part's layout, and forgets those that no other part needs.
     ///
     /// Errors: [`Error::Damaged`] for a tensor that is missing, has another shape, or is not the model's.
-    pub(in super::super) fn take_weights(&mut self, layout: &ParamLayout) -> Result<Vec<f32>> {
+    pub(in super::super) fn take_weights(&mut self, layout: &ParamLayout, own: &Shard) -> Result<Vec<f32>> {
         if self.foreign {
             return Err(self.damaged("it has a tensor that the model does not have"));
         }
-        let mut flat = vec![0.0; layout.len()];
+        let mut flat = vec![0.0; own.len()];
         for p in layout.params() {
-            let found = self.weights.get(&p.name);
-            let (shape, values) = found.ok_or_else(|| self.damaged("a tensor is missing"))?;
-            if shape != p.shape.dims() {
-                return Err(self.damaged("it contains a model of another shape"));
+            for piece in own.within(&p.range()) {
+                let (part, into) =
+                    (piece.flat.start - p.start..piece.flat.end - p.start, &mut flat[piece.own()]);
+                match self.weights.get(&p.name) {
+                    Some((shape, values)) if shape == p.shape.dims() => into.copy_from_slice(&values[part]),
+                    Some(_) => return Err(self.damaged("it contains a model of another shape")),
+                    None => {
+                        let parts = self.parts.get(&p.name).filter(|parts| parts.len() == p.shape.len());
+                        let copied = parts.and_then(|parts| parts.copy(&part, into));
+                        copied.ok_or_else(|| self.damaged("a tensor is missing"))?;
+                    }
+                }
             }
-            flat[p.range()].copy_from_slice(values);
             if self.needed.has_once(&p.name) {
                 self.weights.remove(&p.name);
             }

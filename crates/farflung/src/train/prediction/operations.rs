@@ -2,6 +2,8 @@
 //! that `farflung-comm` runs.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
 
 use farflung_base::{Axis, Bytes, Operation, Rank, StageId, Topology};
 use farflung_comm::{
@@ -9,11 +11,12 @@ use farflung_comm::{
     operation_coded, owners_operation, scatter_to_owners,
 };
 use farflung_optim::{ApartHolders, AverageConfig};
-use farflung_parallel::Coordinates;
+use farflung_parallel::{Coordinates, Recompute};
 use farflung_parallel::pipeline::{Content, Message};
 use farflung_parallel::step::Vote;
 use farflung_tensor::Device;
-use farflung_zoo::ModelSpec;
+use farflung_zoo::layer::LayerUnits;
+use farflung_zoo::{Exchange, ModelSpec};
 
 use super::layer_exchanges::{LayerExchange, LayerExchanges, LayerTurn};
 use crate::Result;
@@ -25,6 +28,7 @@ use crate::train::boundary;
 use crate::train::costs::Machines;
 use crate::train::division::Division;
 use crate::train::tied::TiedGroup;
+use crate::train::trainer::stage_of;
 use crate::train::zero;
 
 /// Identifies an operation of a step.
@@ -40,6 +44,9 @@ pub(super) enum Key {
     /// A window of the sum of a range of a microbatch's gradients into the shards of a part, among ranks with
     /// this number along the tensor axis.
     Gradients { stage: StageId, tensor: u32, microbatch: u32, range: usize, window: usize },
+    /// The gather of a unit of a part's weights, the one of this number in a step, among ranks with this number
+    /// along the tensor axis.
+    Weights { stage: StageId, tensor: u32, unit: usize, number: u32 },
     /// A window of the gather of a part's shards, among ranks with this number along the tensor axis.
     Shards { part: u32, tensor: u32, window: usize },
     /// The sum of the gradients of the token table of a pipeline, which begins at a rank.
@@ -123,9 +130,49 @@ pub(super) struct PartFacts {
     pub(super) reductions: Vec<Vec<Operation>>,
     /// The windows in which holders send each other the shards that they have updated.
     pub(super) gathers: Vec<Operation>,
+    /// How passes get the weights, if holders keep shards of them.
+    pub(super) weights: Option<WeightFacts>,
     /// Bytes of a token table that the last part has too.
     shared_table: u64,
     layers: LayerExchanges,
+}
+
+/// The units of a part's weights, which passes gather.
+#[derive(Debug)]
+pub(super) struct WeightFacts {
+    /// In the order in which their gradients are final.
+    pub(super) units: Vec<Range<usize>>,
+    /// The gather of each.
+    gathers: Vec<Operation>,
+    /// What the layers of each pass read.
+    pub(super) forward: Vec<LayerUnits>,
+    pub(super) recompute: Vec<LayerUnits>,
+    pub(super) backward: Vec<LayerUnits>,
+}
+
+impl WeightFacts {
+    /// Returns those of a part among the ranks `all`; `None` if each has all weights.
+    fn of(
+        (plan, model): (&BoundPlan, &ModelSpec),
+        schedule: &ReplicaSchedule,
+        (part, at): (usize, Coordinates),
+        all: &[Rank],
+    ) -> Result<Option<Self>> {
+        if !plan.divides_weights() {
+            return Ok(None);
+        }
+        let counted = (&Device::cpu(1)?, Arc::new(Division::of(plan).counted(at)?) as Arc<dyn Exchange>);
+        let stage = stage_of(plan, (model, at), schedule, part, counted)?;
+        let Some(shards) = zero::shards(plan, &stage)? else { return Ok(None) };
+        let units = stage.backward_ranges();
+        let forward = stage.forward_units();
+        let recompute = match plan.parts[part].recompute {
+            Recompute::Layers(layers) => stage.recompute_units(layers as usize),
+            _ => forward.clone(),
+        };
+        let gathers = units.iter().map(|unit| zero::weights(&shards, unit).among(all)).collect();
+        Ok(Some(Self { gathers, forward, recompute, backward: stage.backward_units(), units }))
+    }
 }
 
 impl PartFacts {
@@ -184,6 +231,7 @@ impl PartFacts {
             buckets,
             reductions: ranges.iter().filter_map(of_range).collect(),
             gathers: among(shards.iter().flat_map(|shards| zero::gathers(plan, shards)).collect()),
+            weights: WeightFacts::of((plan, model), schedule, (part as usize, at), &all)?,
             ranges: ranges.iter().map(|range| range.len() as u64).collect(),
             shared_table: stage.shared_table_bytes(),
             layers: LayerExchanges::of(plan, model, schedule, (part as usize, at))?,
@@ -273,6 +321,11 @@ impl<'a> Operations<'a> {
             Key::Gradients { stage, tensor, range, window, .. } => {
                 let part = schedule.placement().part(stage) as usize;
                 self.parts[0][tensor as usize][part].reductions[range][window].clone()
+            }
+            Key::Weights { stage, tensor, unit, .. } => {
+                let part = schedule.placement().part(stage) as usize;
+                let weights = self.parts[0][tensor as usize][part].weights.as_ref();
+                weights.expect("the part's weights are divided").gathers[unit].clone()
             }
             Key::Shards { part, tensor, window } => {
                 self.parts[0][tensor as usize][part as usize].gathers[window].clone()

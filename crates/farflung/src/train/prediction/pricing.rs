@@ -11,12 +11,14 @@ use farflung_parallel::pipeline::{
 };
 use farflung_parallel::script::ScriptOp;
 use farflung_parallel::step::{Moment, RankStep, StepOp, Vote};
+use farflung_zoo::layer::LayerUnits;
 
 use super::layer_exchanges::LayerTurn;
 use super::operations::{BucketFacts, Key, LayerPass, Operations, PartFacts};
 use crate::Result;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::executor::share;
+use crate::train::fetch_order::{Fetch, FetchOrder, own_elements};
 
 /// Positions in a rank's list of ops.
 #[derive(Debug, Default)]
@@ -47,6 +49,13 @@ enum Average {
     Started,
 }
 
+/// A unit of weights on its way, and its operation.
+#[derive(Debug)]
+struct ComingUnit {
+    unit: Range<usize>,
+    number: usize,
+}
+
 /// State of a part on this rank.
 #[derive(Debug, Default)]
 struct PartState {
@@ -55,6 +64,10 @@ struct PartState {
     updates: u32,
     /// Numbers of the operations that sum its gradients into shards, on their way.
     leaving: VecDeque<usize>,
+    /// The units of its weights that the rank has or gathers, and the operations that gather them.
+    fetches: FetchOrder,
+    coming: Vec<ComingUnit>,
+    gathered: u32,
     /// Numbers of the operations that sum the token table's gradients, for updates that wait for them.
     due: VecDeque<usize>,
 }
@@ -235,13 +248,13 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
                     self.backward(action, cost.backward(), true)?;
                 }
                 ComputeKind::Backward => {
-                    self.compute(cost.input);
+                    self.pass(action, ComputeKind::BackwardInput, cost.input)?;
                     self.exchange_layers(action, LayerPass::Input)?;
                     self.backward(action, cost.weight, false)?;
                 }
                 ComputeKind::BackwardWeight => self.backward(action, cost.weight, false)?,
                 kind => {
-                    self.compute(cost.time(kind));
+                    self.pass(action, kind, cost.time(kind))?;
                     let pass = match kind {
                         ComputeKind::Forward => Some(LayerPass::Forward),
                         ComputeKind::Recompute => Some(LayerPass::Recompute),
@@ -252,6 +265,57 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
                 }
             }
             self.marks.worked.push(Worked { action, ops: before..self.ops.len() });
+        }
+        Ok(())
+    }
+
+    /// Prices the computation of a pass that makes no gradients of weights. If weights are divided, those of each
+    /// layer arrive before it.
+    fn pass(&mut self, action: Action, kind: ComputeKind, took: Nanos) -> Result<()> {
+        let Some(weights) = &self.facts(action.stage).weights else {
+            self.compute(took);
+            return Ok(());
+        };
+        let layers = match kind {
+            ComputeKind::Forward => weights.forward.clone(),
+            ComputeKind::Recompute => weights.recompute.clone(),
+            _ => weights.backward.clone(),
+        };
+        let fetches = &mut self.state(action.stage).fetches;
+        fetches.begin(layers.clone());
+        let elements = fetches.elements();
+        for layer in layers {
+            self.fetch(action.stage, &layer)?;
+            self.compute(share(took, own_elements(&layer), elements));
+        }
+        Ok(())
+    }
+
+    /// Prices what a layer waits for, and starts to gather what the next one needs.
+    fn fetch(&mut self, stage: StageId, layer: &LayerUnits) -> Result<()> {
+        let tensor = self.operations.plan.at(self.rank).tensor;
+        let (steps, _) = self.state(stage).fetches.next(layer);
+        for step in steps {
+            match step {
+                Fetch::Drop(_) => {}
+                Fetch::Start(range) => {
+                    let units = self.facts(stage).weights.as_ref().map(|weights| &weights.units);
+                    let unit = units.and_then(|units| units.iter().position(|unit| *unit == range));
+                    let (unit, gathered) = (unit.expect("a unit of the part"), self.state(stage).gathered);
+                    let stage_key = self.placement().storage_stage(stage);
+                    let key = Key::Weights { stage: stage_key, tensor, unit, number: gathered };
+                    let number = self.begin(key)?;
+                    let state = self.state(stage);
+                    state.gathered += 1;
+                    state.coming.push(ComingUnit { unit: range, number });
+                }
+                Fetch::Wait(range) => {
+                    let coming = &mut self.state(stage).coming;
+                    let at = coming.iter().position(|coming| coming.unit == range);
+                    let number = coming.swap_remove(at.expect("it was started before")).number;
+                    self.complete(number);
+                }
+            }
         }
         Ok(())
     }
@@ -273,7 +337,19 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         let facts = self.facts(stage);
         let shares: Vec<Nanos> = facts.ranges.iter().map(|&len| share(took, len, facts.elements)).collect();
         let ready_after: Vec<usize> = facts.buckets.iter().map(|bucket| bucket.ready_after).collect();
+        let weights = facts.weights.as_ref().filter(|_| whole);
+        let units = weights.map_or_else(Vec::new, |weights| weights.units.clone());
+        let layers = weights.map_or_else(Vec::new, |weights| weights.backward.clone());
+        self.state(stage).fetches.begin(layers.clone());
+        let mut layers = layers.into_iter();
         for (range, share) in shares.into_iter().enumerate() {
+            // Recomputations read other layers before their own. The embeddings' gradients need no weights.
+            while let Some(layer) = layers.next() {
+                self.fetch(stage, &layer)?;
+                if layer.first() == units.get(range) {
+                    break;
+                }
+            }
             if whole {
                 self.exchange_layers(action, LayerPass::Backward(range))?;
             }

@@ -236,9 +236,13 @@ impl RankGroup<'_> {
         let apart = u128::from(config.sync.replicas_differ);
         let here = in_host_memory(config.device.of(rank));
         if here {
-            need.add(MemoryPurpose::Parameters, model.saturating_add(position.versions.saturating_mul(F32)));
             let state = config.share_of_state(at.data as usize, replicas);
             let units = position.units.saturating_mul(F32);
+            // The units of a layer, and those of the next one on their way.
+            let weights =
+                if config.divides_weights() { state.of(model).saturating_add(units) } else { model };
+            let versions = position.versions.saturating_mul(F32);
+            need.add(MemoryPurpose::Parameters, weights.saturating_add(versions));
             let divided = state.of(model).saturating_add(units);
             need.add(MemoryPurpose::Gradients, if config.divides_gradients() { divided } else { model });
             if config.state == StatePlace::Device {
@@ -286,7 +290,8 @@ impl RankGroup<'_> {
         if config.zero > 0 {
             let bytes = sharing(model, own, holders, bucket);
             let sums = if config.divides_gradients() { 0 } else { bytes.sums };
-            need.add(MemoryPurpose::Averaging, sums.saturating_add(bytes.windows));
+            let windows = if config.divides_weights() { 0 } else { bytes.windows };
+            need.add(MemoryPurpose::Averaging, sums.saturating_add(windows));
         }
         self.activations(&mut need, position, here);
 
@@ -325,10 +330,12 @@ impl RankGroup<'_> {
         let largest = self.largest_tensor().min(model);
         // A tensor of which several ranks have pieces is joined before it is written.
         let copies = u128::from(!here || self.config.state == StatePlace::Disk)
-            + u128::from(self.config.tensor > 1)
+            + u128::from(self.config.tensor > 1 || self.config.divides_weights())
             + u128::from(self.model.names.outputs_first || self.model.mixtures().next().is_some());
         // Chunks of weights that are on their way to rank 0.
-        let givers = self.positions.len() * self.config.tensor.max(1);
+        let replicas = whole_replicas(self.world, self.positions.len(), self.config.tensor.max(1));
+        let givers = self.positions.len()
+            * if self.config.divides_weights() { replicas } else { self.config.tensor.max(1) };
         let senders = if rank == 0 { givers - 1 } else { usize::from(givers > 1) };
         largest.saturating_mul(copies).saturating_add(F32 * (senders * CHUNK_WINDOW * CHUNK_LEN) as u128)
     }

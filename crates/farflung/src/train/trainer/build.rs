@@ -90,7 +90,7 @@ impl Trainer {
         let list = schedule.step(position, plan)?;
         let has_norm_vote = list.at(Moment::Reduce).contains(&StepOp::StartVote(Vote::Norm));
         let norm_voters = has_norm_vote.then(|| comm.split(replica, rank.0)).transpose()?;
-        let copies = !holders.is_empty() || schedule.is_tied_across();
+        let copies = !(holders.is_empty() || plan.divides_weights()) || schedule.is_tied_across();
         let resync = Resync::new(job, &comm, device.name(), copies)?;
         let updates = schedule.updates_in_step();
         let mut parts = BTreeMap::new();
@@ -237,15 +237,13 @@ fn build_part(
     let (number, replica) = (schedule.placement().part(stage) as usize, at.data);
     let planned = &job.plan.parts[number];
     let model = stage_of(&job.plan, (&job.model, at), schedule, number, (device, Arc::clone(exchange)))?;
-    let params = match &job.initial {
-        Some(initial) => model.load(&mut initial.source.open()?)?,
-        None => model.init(job.config.seed)?,
-    };
-    if job.config.deterministic {
-        repeat::check(&model, &params, job.plan.batch as usize)?;
-    }
     let shards = zero::shards(&job.plan, &model)?;
     let shard = zero::own_shard(shards.as_ref(), &model, at);
+    let whole = (0..model.layout().len()).into();
+    if job.config.deterministic {
+        repeat::check(&model, &initial(job, &model, &whole)?, job.plan.batch as usize)?;
+    }
+    let params = initial(job, &model, if job.plan.divides_weights() { &shard } else { &whole })?;
     let every = job.plan.outermost().every.into();
     let BuiltChain { chain, disk } =
         chain(&own_steps(job, replica), device, (&model, shard), (updates, every))?;
@@ -287,6 +285,15 @@ fn build_part(
         disk,
         shards: holders.all.zip(shards).map(|(all, shards)| PartShards::new(shards, all.clone(), &job.plan)),
         divides_gradients: job.plan.divides_gradients(),
+        divides_weights: job.plan.divides_weights(),
+    })
+}
+
+/// Returns the initial values of a shard of a part's parameters.
+fn initial(job: &Job, model: &Stage, shard: &Shard) -> Result<Tensor> {
+    Ok(match &job.initial {
+        Some(initial) => model.load_within(&mut initial.source.open()?, shard.ranges())?,
+        None => model.init_within(job.config.seed, shard.ranges())?,
     })
 }
 

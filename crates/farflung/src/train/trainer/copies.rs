@@ -14,7 +14,7 @@ impl Trainer {
         let Some(mut comparison) = self.resync.after_step(self.step, comm) else { return Ok(None) };
         for (number, part) in by_number(parts, placement) {
             let (len, held) = (part.stage.layout().len(), self.apart.get(&number));
-            if let Some(holders) = self.holders.get(&number).filter(|_| len > 0) {
+            if let Some(holders) = self.holders.get(&number).filter(|_| len > 0 && part.weights.is_none()) {
                 let apart = part.sync.as_ref().is_some_and(|sync| sync.replicas_differ());
                 let common = part.sync.as_mut().and_then(|sync| sync.common_mut());
                 if let Some(same) = common.or((!apart).then_some(&mut part.params)) {

@@ -57,7 +57,8 @@ impl Trainer {
         let first = self.executor.pipeline[0];
         let pipeline = apart.then(|| self.comm().split(first.0, self.comm().rank().0)).transpose()?;
         let comm = pipeline.as_ref().unwrap_or(self.comm());
-        let takes_part = replicas.contains(&self.replica);
+        // The weights of each token would be gathered again.
+        let takes_part = replicas.contains(&self.replica) && !job.plan.divides_weights();
         let sample = if takes_part { self.sample(job, comm).or_else(lost)? } else { None };
         let teller = job.plan.pipeline_of(replicas.start)[0];
         let sample = self.sent_to_first(sample, teller).or_else(lost)?;

@@ -7,17 +7,20 @@ use std::io::{self, Write};
 
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
+use farflung_optim::ShardPiece;
 use farflung_parallel::Coordinates;
+use farflung_tensor::Param;
 use farflung_zoo::weights::StoredLayout;
-use farflung_zoo::{Cut, TensorSpec};
+use farflung_zoo::{Cut, Stage, TensorSpec};
 
 use super::Trainer;
 use super::gather::gives;
 use crate::floats::{floats, le_bytes};
 use crate::train::executor::Executor;
 use crate::train::fingerprint::digest;
+use crate::train::zero;
 use crate::train::pieces::{
-    CHUNK_LEN, CHUNK_WINDOW, DividedTensor, Piece, PieceHolder, PieceValues, StateKind, with_values,
+    CHUNK_LEN, CHUNK_WINDOW, DividedTensor, HeldPiece, Piece, PieceHolder, PieceValues, StateKind, with_values,
 };
 use crate::{Error, Result};
 
@@ -53,9 +56,17 @@ impl Answer {
 /// A tensor of the model, and the ranks that have it: of the first replica, or of the one with the expert.
 struct OwnedTensor {
     /// One rank whose copy counts, or several of which each has a piece.
-    holders: Vec<Coordinates>,
+    holders: Vec<TensorHolder>,
     stage: StageId,
     spec: TensorSpec,
+}
+
+/// A rank that has a tensor, or a piece of it.
+struct TensorHolder {
+    at: Coordinates,
+    piece: HeldPiece,
+    /// The first element of what it has in its flat buffer.
+    start: usize,
 }
 
 impl Trainer {
@@ -80,7 +91,7 @@ impl Trainer {
 
     /// Returns whether no rank has the whole model.
     pub(super) fn is_divided(&self) -> bool {
-        self.executor.placement.depth() > 1 || self.division.divides()
+        self.executor.placement.depth() > 1 || self.division.divides() || self.givers.shards.is_some()
     }
 
     /// Returns the tensors of the model in the order of its layers, each once.
@@ -93,7 +104,7 @@ impl Trainer {
             let layers = self.schedule.layers[stage.index()].clone();
             for holder in self.division.holders(replicas.clone(), placement.rank(stage)) {
                 let there = self.division.counted_stage((spec, layers.clone()), holder, device)?;
-                for (_, spec) in there.tensors().filter(|(_, spec)| gives(spec, holder, replicas)) {
+                for (holder, spec) in self.holds(&there, holder)? {
                     let place = *places.entry(spec.name.clone()).or_insert(owned.len());
                     match owned.get_mut(place) {
                         None => owned.push(OwnedTensor { holders: vec![holder], stage, spec: spec.clone() }),
@@ -111,19 +122,37 @@ impl Trainer {
         Ok(owned)
     }
 
+    /// Returns the tensors of a stage that the rank at some coordinates gives, and what it has of each.
+    fn holds<'s>(
+        &self,
+        there: &'s Stage,
+        at: Coordinates,
+    ) -> Result<Vec<(TensorHolder, &'s TensorSpec)>> {
+        let width = HeldPiece::Width(self.division.width_of(at)?);
+        let Some(plan) = &self.givers.shards else {
+            let given = there.tensors().filter(|(_, spec)| gives(spec, at, &self.givers.replicas));
+            return Ok(given
+                .map(|(p, spec)| (TensorHolder { at, piece: width.clone(), start: p.start }, spec))
+                .collect());
+        };
+        let own = zero::own_shard(zero::shards(plan, there)?.as_ref(), there, at);
+        let pieces = there.tensors().flat_map(|(p, spec)| own.within(&p.range()).map(move |held| (p, held, spec)));
+        let piece = |(p, held, spec): (&Param, ShardPiece, &'s TensorSpec)| {
+            let is_whole = held.flat == p.range();
+            let elements = held.flat.start - p.start..held.flat.end - p.start;
+            let piece = if is_whole { width.clone() } else { HeldPiece::Elements(elements) };
+            (TensorHolder { at, piece, start: held.at }, spec)
+        };
+        Ok(pieces.map(piece).collect())
+    }
+
     fn piece(&self, tensor: &OwnedTensor) -> Result<Piece<'_>> {
         let OwnedTensor { holders, stage, spec } = tensor;
-        let here = |rank: Rank| -> Result<_> {
-            let part = self.executor.parts.get(stage).filter(|_| rank == self.comm().rank());
-            part.map(|part| {
-                let layout = part.stage.layout();
-                Ok(((&part.params).into(), layout.params()[layout.find(&spec.name)?].start))
-            })
-            .transpose()
-        };
-        let holder = |at: &Coordinates| {
+        let holder = |TensorHolder { at, piece, start }: &TensorHolder| {
             let rank = self.division.rank(*at)?;
-            Ok(PieceHolder { rank, share: self.division.width_of(*at)?, own: here(rank)? })
+            let part = self.executor.parts.get(stage).filter(|_| rank == self.comm().rank());
+            let own = part.map(|part| ((&part.params).into(), *start));
+            Ok(PieceHolder { rank, piece: piece.clone(), own })
         };
         let mut holders = holders.iter().map(holder).collect::<Result<Vec<_>>>()?;
         let values = match (holders.len(), holders.pop()) {
@@ -151,13 +180,13 @@ impl Trainer {
 
     /// Returns whether several ranks have pieces of a tensor.
     pub(super) fn is_divided_tensor(&self, spec: &TensorSpec) -> bool {
-        self.division.divides_width() && spec.cut != Cut::Whole
+        self.givers.shards.is_some() || self.division.divides_width() && spec.cut != Cut::Whole
     }
 
     /// Returns the hashes of the tensors of which several ranks have pieces, on the rank that has the model
     /// then. A collective, if there are any.
     pub(super) fn divided_digests(&self) -> Result<Vec<(String, blake3::Hash)>> {
-        if !self.division.divides_width() {
+        if !self.division.divides_width() && self.givers.shards.is_none() {
             return Ok(Vec::new());
         }
         if !self.gathers() {
@@ -167,10 +196,19 @@ impl Trainer {
         }
         let (mut incoming, mut digests) = (self.receive_weights(true), Vec::new());
         for tensor in self.owned()? {
-            if let PieceValues::Divided(divided) = self.piece(&tensor)?.values {
-                let Ok(whole) = incoming.join(&divided) else { break };
-                digests.push((tensor.spec.name, digest(&whole)));
+            if !self.is_divided_tensor(&tensor.spec) {
+                continue;
             }
+            let whole = match self.piece(&tensor)?.values {
+                PieceValues::Divided(divided) => incoming.join(&divided),
+                PieceValues::Elsewhere(rank) => incoming.values(rank, tensor.spec.count()),
+                PieceValues::Flat(flat, start) => {
+                    with_values(flat, start, tensor.spec.count(), <[f32]>::to_vec).map_err(io::Error::other)
+                }
+                PieceValues::Host(values) => Ok(values),
+            };
+            let Ok(whole) = whole else { break };
+            digests.push((tensor.spec.name, digest(&whole)));
         }
         incoming.finish(std::iter::empty())?;
         Ok(digests)
@@ -250,20 +288,27 @@ impl IncomingWeights<'_> {
     ///
     /// Errors: of the link: [`IncomingWeights::finish`] returns them.
     pub(in crate::train) fn join(&mut self, divided: &DividedTensor<'_>) -> io::Result<Vec<f32>> {
-        let DividedTensor { spec, holders } = divided;
-        let mut whole = vec![0.0; spec.count()];
-        for PieceHolder { rank, share, own } in holders {
-            let len = spec.shape_of(share).iter().product();
-            let piece = if let Some((flat, start)) = own {
-                with_values(*flat, *start, len, <[f32]>::to_vec).map_err(io::Error::other)?
-            } else {
-                let mut bytes = Vec::new();
-                self.write(*rank, len, &mut bytes)?;
-                floats(&bytes, len).unwrap_or_default()
+        let mut whole = vec![0.0; divided.spec.count()];
+        for holder in &divided.holders {
+            let len = divided.shape_of(holder).iter().product();
+            let piece = match holder.own {
+                Some((flat, start)) => {
+                    with_values(flat, start, len, <[f32]>::to_vec).map_err(io::Error::other)?
+                }
+                None => self.values(holder.rank, len)?,
             };
-            spec.cut.put(&spec.shape, share, &piece, &mut whole);
+            divided.put(holder, &piece, &mut whole);
         }
         Ok(whole)
+    }
+
+    /// Returns the next `len` values of `from`.
+    ///
+    /// Errors: of the link: [`IncomingWeights::finish`] returns them.
+    fn values(&mut self, from: Rank, len: usize) -> io::Result<Vec<f32>> {
+        let mut bytes = Vec::new();
+        self.write(from, len, &mut bytes)?;
+        Ok(floats(&bytes, len).unwrap_or_default())
     }
 
     fn chunk(&mut self, from: Rank, len: usize) -> io::Result<Vec<u8>> {

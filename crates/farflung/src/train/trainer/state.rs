@@ -172,7 +172,9 @@ impl Trainer {
         let updates = self.samples.taken(from.step()) * self.updates;
         for (stage, part) in &mut self.executor.parts {
             let layout = part.stage.layout().clone();
-            part.params.write(&from.take_weights(&layout)?)?;
+            let whole = (0..layout.len()).into();
+            let own = if part.weights.is_some() { part.chain.shard() } else { &whole };
+            part.params.write(&from.take_weights(&layout, own)?)?;
             restore_chain(part, &layout, from, updates)?;
             let Some(sync) = &mut part.sync else { continue };
             sync.on_params_set(&part.params)?;

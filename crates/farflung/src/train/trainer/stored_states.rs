@@ -93,7 +93,8 @@ impl Trainer {
             for piece in part.chain.pieces() {
                 for held in part.chain.shard().within(piece) {
                     let values = disk.read(disk.names().len(), held.own())?;
-                    part.params.view_mut().part(held.flat.start, held.flat.len())?.write(&values)?;
+                    let start = if part.weights.is_some() { held.at } else { held.flat.start };
+                    part.params.view_mut().part(start, held.flat.len())?.write(&values)?;
                 }
             }
             part.chain.resume_at(updates);

@@ -98,7 +98,14 @@ impl Trainer {
                     .map(|(of_which, hash)| NamedValue::new(of(&format!("{what}{of_which}")), hash));
                 named.collect::<Vec<_>>()
             };
-            let params = hash(&part.stage, &copy_of, [("", (&part.params).into())])?;
+            let params = if part.weights.is_none() {
+                hash(&part.stage, &copy_of, [("", (&part.params).into())])?
+            } else {
+                let all = part.states(self.each_step);
+                let params = all.iter().filter(|state| state.kind == StateKind::Parameters);
+                params.into_iter().try_for_each(|state| check_shard(part, state))?;
+                Hashes::new()
+            };
             // States on disk have checksums.
             let states = all && (part.disk.is_none() || thoroughness == Thoroughness::All);
             let shared = if states { shared_states(part, &copy_of, self.each_step)? } else { Vec::new() };
@@ -224,7 +231,7 @@ fn shared_states(part: &Part, copy_of: CopyOf<'_>, each_step: bool) -> Result<Ve
     let mut hashes = Vec::new();
     for (what, states) in groups {
         let (states, shards): (Vec<_>, Vec<_>) =
-            states.into_iter().partition(|state| state.values.len() == part.params.shape().len());
+            states.into_iter().partition(|state| state.values.len() == part.stage.layout().len());
         shards.into_iter().try_for_each(|shard| check_shard(part, shard))?;
         let named = states.iter().map(|state| (format!("{}/", state.kind.name()), state.values));
         let hash = hash(&part.stage, copy_of, named)?;

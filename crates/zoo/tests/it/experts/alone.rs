@@ -54,7 +54,7 @@ impl Mixture {
         StageContext {
             device,
             layout,
-            params,
+            params: params.into(),
             exchange: &Alone,
             gradient_scale: 1.0,
             router,

@@ -1,4 +1,4 @@
-//! Joins the parts of the states of tensors that replicas saved, of which each has had a shard.
+//! Joins the parts of tensors, and of their states, that replicas saved, of which each has had a shard.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -79,9 +79,8 @@ impl PartsOfStates {
     /// or once all of its parts were read. A part that is not of such a tensor is left out.
     pub(super) fn take(&mut self, state: StoredState, width: &AxisShare) -> Option<StoredState> {
         let StoredState { name, values } = state;
-        let Some((kind, TensorPart { tensor, elements })) =
-            name.split_once('/').and_then(|(kind, tensor)| Some((kind, TensorPart::of(tensor)?)))
-        else {
+        let (kind, tensor) = name.split_once('/').unwrap_or(("", &name));
+        let Some(TensorPart { tensor, elements }) = TensorPart::of(tensor) else {
             return Some(StoredState { name, values });
         };
         let len = self.specs.get(tensor)?.shape_of(width).iter().product();

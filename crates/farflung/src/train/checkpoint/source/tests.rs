@@ -47,7 +47,7 @@ fn read(all: Vec<Files>) -> Result<Vec<f32>> {
     let layout = Stage::whole(&model(), &device)?.layout().clone();
     let parts = layout.params().iter().map(|p| (p.name.clone(), 1)).collect();
     let needed = Needed::Parts(OwnTensors { parts, width: AxisShare::whole() });
-    Source::new(&model(), all, Residuals::None, needed)?.take_weights(&layout)
+    Source::new(&model(), all, Residuals::None, needed)?.take_weights(&layout, &(0..layout.len()).into())
 }
 
 fn refused(all: Vec<Files>) -> String {

@@ -1,0 +1,165 @@
+//! The weights of a part of which each holder keeps a shard alone (`--zero 3`): those of a unit are gathered
+//! before a layer needs them, while the layer before it computes, and dropped after it.
+
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use farflung_base::{Axis, Bytes};
+use farflung_optim::{GatheredRange, OptimError};
+use farflung_parallel::Recompute;
+use farflung_tensor::{Device, Tensor};
+use farflung_zoo::layer::{LayerUnits, UnitParams, UnitValues};
+use farflung_zoo::{Stage, ZooError};
+
+use super::fetch_order::{Fetch, FetchOrder, own_elements};
+use super::zero::PartShards;
+
+/// The units of a part's weights on this rank.
+#[derive(Debug)]
+pub(super) struct DividedWeights {
+    device: Device,
+    /// `None` on a device that only counts.
+    shards: Option<PartShards>,
+    fetched: RefCell<Fetched>,
+    /// Most elements that were here or on their way at a time.
+    most: Cell<usize>,
+}
+
+#[derive(Debug, Default)]
+struct Fetched {
+    order: FetchOrder,
+    held: Vec<UnitValues>,
+    coming: Vec<ComingUnit>,
+}
+
+/// A unit on its way.
+#[derive(Debug)]
+struct ComingUnit {
+    range: Range<usize>,
+    values: ComingValues,
+}
+
+#[derive(Debug)]
+enum ComingValues {
+    Gathered(GatheredRange),
+    /// The room that it takes on a device that only counts.
+    Counted(Tensor),
+}
+
+impl DividedWeights {
+    /// Returns those of a part with these shards; without any on a device that only counts.
+    pub(super) fn new(stage: &Stage, shards: Option<PartShards>) -> Self {
+        Self { device: stage.device().clone(), shards, fetched: RefCell::default(), most: Cell::default() }
+    }
+
+    /// Drops all units: their values have changed, or the pass that needed them is over.
+    pub(super) fn clear(&mut self) {
+        self.fetched = RefCell::default();
+    }
+
+    /// Returns the most bytes that passes have gathered at a time.
+    pub(super) const fn most(&self) -> Bytes {
+        Bytes((self.most.get() * size_of::<f32>()) as u64)
+    }
+
+    /// Returns what gives a pass the parameters, of which `own` is this rank's shard. Before each layer it calls
+    /// `advance` with the layer's number of elements and those of all layers of the pass.
+    pub(super) fn reader<'a>(&'a self, own: &'a Tensor, advance: &'a dyn Fn(u64, u64)) -> WeightReader<'a> {
+        WeightReader { weights: self, own, advance }
+    }
+
+    /// Carries out a step of the order.
+    fn fetch(&self, fetched: &mut Fetched, step: Fetch, own: &Tensor) -> Result<(), ZooError> {
+        match step {
+            Fetch::Drop(range) => fetched.held.retain(|unit| unit.range != range),
+            Fetch::Start(range) => {
+                let values = match &self.shards {
+                    Some(shards) => {
+                        ComingValues::Gathered(shards.start_gather(&range, own).map_err(gather_error)?)
+                    }
+                    None => ComingValues::Counted(self.device.zeros(range.len())?),
+                };
+                fetched.coming.push(ComingUnit { range, values });
+            }
+            Fetch::Wait(range) => {
+                let at = fetched.coming.iter().position(|unit| unit.range == range);
+                let unit = fetched.coming.swap_remove(at.expect("it was started before"));
+                let values = match unit.values {
+                    ComingValues::Gathered(values) => {
+                        let values = values.wait().map_err(gather_error)?;
+                        self.device.tensor(&values, values.len())?
+                    }
+                    ComingValues::Counted(room) => room,
+                };
+                fetched.held.push(UnitValues { range, values: Arc::new(values) });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns the number of elements of a part's weights that a rank gathers for a microbatch, its own among them.
+pub(super) fn elements_of_microbatch(stage: &Stage, recompute: Recompute, depth: u32) -> u64 {
+    let again = match recompute {
+        recompute if !recompute.is_scheduled(depth) => Vec::new(),
+        Recompute::Layers(layers) => stage.recompute_units(layers as usize),
+        _ => stage.forward_units(),
+    };
+    let mut order = FetchOrder::default();
+    let mut elements = 0;
+    for pass in [stage.forward_units(), again, stage.backward_units()] {
+        order.begin(pass.clone());
+        let steps = pass.iter().flat_map(|layer| order.next(layer).0);
+        let started = steps.filter_map(|step| match step {
+            Fetch::Start(range) => Some(range.len() as u64),
+            Fetch::Wait(_) | Fetch::Drop(_) => None,
+        });
+        elements += started.sum::<u64>();
+    }
+    elements
+}
+
+fn gather_error(error: OptimError) -> ZooError {
+    let source: Box<dyn std::error::Error + Send + Sync> = match error {
+        OptimError::Comm(error) => Box::new(error),
+        other => Box::new(other),
+    };
+    ZooError::Exchange { axis: Axis::Data, source }
+}
+
+/// Gives a pass the parameters of a part.
+pub(super) struct WeightReader<'a> {
+    weights: &'a DividedWeights,
+    own: &'a Tensor,
+    advance: &'a dyn Fn(u64, u64),
+}
+
+impl fmt::Debug for WeightReader<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WeightReader").field("weights", self.weights).finish_non_exhaustive()
+    }
+}
+
+impl UnitParams for WeightReader<'_> {
+    fn begin(&self, layers: Vec<LayerUnits>) {
+        self.weights.fetched.borrow_mut().order.begin(layers);
+    }
+
+    fn get(&self, units: &LayerUnits) -> Result<Vec<UnitValues>, ZooError> {
+        let fetched = &mut *self.weights.fetched.borrow_mut();
+        let (steps, moves) = fetched.order.next(units);
+        for step in steps {
+            self.weights.fetch(fetched, step, self.own)?;
+        }
+        let held = fetched.held.iter().map(|unit| unit.range.len()).sum::<usize>();
+        let coming = fetched.coming.iter().map(|unit| unit.range.len()).sum::<usize>();
+        self.weights.most.set(self.weights.most.get().max(held + coming));
+        if moves {
+            (self.advance)(own_elements(units), fetched.order.elements());
+        }
+        let of = |unit: &Range<usize>| fetched.held.iter().find(|held| held.range == *unit).cloned();
+        Ok(units.iter().filter_map(of).collect())
+    }
+}
