@@ -23,8 +23,8 @@ use crate::ZooError;
 use crate::cut::AxisShare;
 use crate::exchange::Exchange;
 use crate::layer::{
-    Activations, Before, Borders, Grads, HeadSaved, Keep, KeyValues, Later, LayerParams, Layers, Params, Routed,
-    RouterPass, SequencePieces, StageContext, Targets,
+    Activations, Before, Borders, Grads, HeadSaved, Keep, KeyValues, Later, LayerParams, Layers, Params,
+    Routed, RouterPass, SequencePieces, StageContext, Targets,
 };
 use crate::spec::{HeadSpec, ModelSpec};
 use crate::tensor_spec::TensorSpec;
@@ -423,8 +423,7 @@ impl Stage {
         let mut kept = std::mem::take(&mut saved.blocks);
         let mut whole = Vec::with_capacity(kept.len());
         for i in (0..kept.len()).rev() {
-            let mut saved =
-                restore_last(&mut kept, &mut saved.chain, |i, x| self.again(params, &cx, i, x))?;
+            let mut saved = restore_last(&mut kept, &mut saved.chain, |i, x| self.again(params, &cx, i, x))?;
             let held = params.of_layer(|| self.units_of_block(i))?;
             dx = self.layers.blocks[i].backward_input(&cx.with(&held), &mut saved, dx, later(i))?;
             whole.push(StoredActivations::OnDevice(saved));

@@ -440,8 +440,8 @@ settings! {
         /// gradients alone; with 2 and m microbatches (m + 1) / 2 times as much, with 3 about 3 m / 2 times.
         /// The codec of averages is then none. docs/zero.md.
         @zero: usize, "0|1|2|3", 0usize;
-        /// Share of each replica of what they divide, such as 3,1, for example by their memory; 0 for one that keeps
-        /// none. Default: equal shares.
+        /// Share of each replica of what they divide, such as 3,1, for example by their memory; 0 for one
+        /// that keeps none. Default: equal shares.
         @zero_weights: Weights, "N,N";
         /// Where the optimizer's state is between updates: device (in memory) or disk, from which each update
         /// reads it, and to which it writes it back with the weights, so that a run that is killed continues

@@ -64,7 +64,8 @@ impl DividedWeights {
         Bytes((self.most.get() * size_of::<f32>()) as u64)
     }
 
-    /// Returns what gives a pass the parameters, of which `own` is this rank's shard. Before each layer it calls
+    /// Returns what gives a pass the parameters, of which `own` is this rank's shard. Before each layer it
+    /// calls
     /// `advance` with the layer's number of elements and those of all layers of the pass.
     pub(super) fn reader<'a>(&'a self, own: &'a Tensor, advance: &'a dyn Fn(u64, u64)) -> WeightReader<'a> {
         WeightReader { weights: self, own, advance }

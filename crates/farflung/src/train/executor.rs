@@ -290,12 +290,8 @@ impl Executor {
         let took = if kind == ComputeKind::Backward { cost.input } else { cost.time(kind) };
         let carried = self.carried.get_mut(&(stage, microbatch));
         let part = &self.parts[&self.placement.storage_stage(stage)];
-        let dx = part.backward_input(
-            (held.version, &by_layer(part, &self.comm, took)),
-            &mut saved,
-            dy,
-            carried,
-        )?;
+        let dx =
+            part.backward_input((held.version, &by_layer(part, &self.comm, took)), &mut saved, dy, carried)?;
         if slice == 0 {
             self.carried.remove(&(stage, microbatch));
         }
@@ -414,9 +410,9 @@ impl Executor {
     }
 }
 
-/// Advances the clock by a pass of this length before it is computed, so that workers on simulated links compute
-/// in parallel. If the part's weights are gathered layer by layer, the returned function does so before each
-/// layer, given its number of elements and those of all layers.
+/// Advances the clock by a pass of this length before it is computed, so that workers on simulated links
+/// compute in parallel. If the part's weights are gathered layer by layer, the returned function does so
+/// before each layer, given its number of elements and those of all layers.
 fn by_layer<'c>(part: &Part, comm: &'c Communicator, took: Nanos) -> impl Fn(u64, u64) + use<'c> {
     let gathers = part.weights.is_some();
     if !gathers {

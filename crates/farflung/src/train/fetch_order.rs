@@ -100,8 +100,7 @@ mod tests {
         assert_eq!(order.next(&first), (begun, true));
         let then = vec![drop(table.clone()), wait(block.clone()), start(other.clone())];
         assert_eq!(order.next(&second), (then, true));
-        let then =
-            vec![drop(block.clone()), wait(other.clone()), start(norm.clone()), start(table.clone())];
+        let then = vec![drop(block.clone()), wait(other.clone()), start(norm.clone()), start(table.clone())];
         assert_eq!(order.next(&third), (then, true));
         let end = vec![drop(other.clone()), wait(norm.clone()), wait(table.clone())];
         assert_eq!(order.next(&last), (end, true));

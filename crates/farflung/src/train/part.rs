@@ -238,7 +238,8 @@ impl Part {
         version_of(version, (self.version, &self.params), &self.older)
     }
 
-    /// Returns what gives passes the parameters, if they are divided. `advance`: see [`DividedWeights::reader`].
+    /// Returns what gives passes the parameters, if they are divided. `advance`: see
+    /// [`DividedWeights::reader`].
     fn reader<'a>(&'a self, advance: &'a dyn Fn(u64, u64)) -> Option<WeightReader<'a>> {
         self.weights.as_ref().map(|weights| weights.reader(&self.params, advance))
     }

@@ -175,6 +175,7 @@ fn a_rank_may_fail_at_any_moment_of_a_step() {
     let shards = TrainConfig { zero: 1, codec: "none".parse().unwrap(), ..TrainConfig::default() };
     let ways = vec![
         (TrainConfig::default(), 3, 2),
+        (TrainConfig { zero: 3, ..shards.clone() }, 3, 2),
         (shards, 3, 2),
         (diloco, 3, 2),
         (streaming, 3, 2),

@@ -91,7 +91,10 @@ fn divided_gradients_and_weights_have_the_bits_of_whole_ones() {
             let out = format!("{name}-{stage}");
             let steps = done(&run, &out, &format!("{args} --zero {stage} --check-every 1"));
             assert_eq!(farthest(&steps, &whole).to_bits(), 0.0_f64.to_bits(), "{args}, stage {stage}");
-            assert!(weights(&run, &out, 3) == weights(&run, &format!("{name}-1"), 3), "{args}, stage {stage}");
+            assert!(
+                weights(&run, &out, 3) == weights(&run, &format!("{name}-1"), 3),
+                "{args}, stage {stage}"
+            );
         }
     }
     // A head that is the token table reads it at both ends of a pass.
@@ -141,7 +144,10 @@ fn shards_work_with_every_schedule_that_ends_a_step_at_once() {
         let divided = done(&run, &format!("{method}-2"), &format!("{args} --zero 2 --check-every 1"));
         assert!(farthest(&divided, &whole) < 1e-6, "{method}");
         done(&run, &format!("{method}-3"), &format!("{args} --zero 3 --check-every 1"));
-        assert!(weights(&run, &format!("{method}-3"), 3) == weights(&run, &format!("{method}-2"), 3), "{method}");
+        assert!(
+            weights(&run, &format!("{method}-3"), 3) == weights(&run, &format!("{method}-2"), 3),
+            "{method}"
+        );
     }
 }
 

@@ -8,7 +8,7 @@ use farflung_base::Nanos;
 use farflung_comm::{Communicator, memory};
 use farflung_optim::local::{Averages, LocalMethod, METHODS};
 use farflung_optim::{Average, AverageConfig, OptimError, Prepared, Shard, ShardReduction, Shards};
-use farflung_tensor::Device;
+use farflung_tensor::{Device, Tensor};
 
 use crate::small_chain::{chain, flat, layout};
 
@@ -73,6 +73,30 @@ fn the_bits_do_not_depend_on_who_updates_what() {
                 }
             }
         }
+    }
+}
+
+/// Buffers that have the shard alone take the steps of whole ones.
+#[test]
+fn parameters_of_a_shard_take_the_steps_of_all() {
+    let (cpu, layout) = (Device::cpu(1).unwrap(), layout());
+    let shard = Shard::new([64..640, 704..1472]);
+    let of_shard = |all: &Tensor| {
+        let all = all.to_vec::<f32>().unwrap();
+        let own: Vec<f32> = shard.ranges().iter().flat_map(|range| all[range.clone()].to_vec()).collect();
+        cpu.tensor(&own, own.len()).unwrap()
+    };
+    for row in METHODS.iter().filter(|row| row.averages == Averages::Gradients && !row.per_tensor) {
+        let mut whole = chain(row).build_shard(&cpu, &layout, shard.clone()).unwrap();
+        let mut alone = chain(row).build_shard(&cpu, &layout, shard.clone()).unwrap();
+        let mut params = flat(&cpu, 99);
+        let mut own = of_shard(&params);
+        for step in 0..3 {
+            let grads = flat(&cpu, step);
+            whole.commit(&mut params, &grads, Prepared::with_norm(1.0).unwrap()).unwrap();
+            alone.commit(&mut own, &of_shard(&grads), Prepared::with_norm(1.0).unwrap()).unwrap();
+        }
+        assert_eq!(own.to_vec::<f32>().unwrap(), of_shard(&params).to_vec::<f32>().unwrap(), "{}", row.name);
     }
 }
 

@@ -112,7 +112,8 @@ impl Stage {
                         piece = Some(whole);
                     }
                     let into = at + shared.start - range.start;
-                    let from = piece.iter().flat_map(|all| &all[shared.start - p.start..shared.end - p.start]);
+                    let from =
+                        piece.iter().flat_map(|all| &all[shared.start - p.start..shared.end - p.start]);
                     values[into..into + shared.len()].iter_mut().zip(from).for_each(|(to, from)| *to = *from);
                 }
                 at += range.len();

@@ -44,11 +44,7 @@ impl Stage {
     }
 
     /// Returns the context of a pass over whole sequences, or over slices of them.
-    pub(super) fn cx_of<'a>(
-        &'a self,
-        borders: &'a Borders,
-        sliced: bool,
-    ) -> StageContext<'a> {
+    pub(super) fn cx_of<'a>(&'a self, borders: &'a Borders, sliced: bool) -> StageContext<'a> {
         let sequence = self.sequence.as_ref().filter(|_| !sliced);
         let context = self.context.as_ref().filter(|_| !sliced).map(|context| &context.pieces);
         StageContext { sequence, context, ..self.cx(borders) }

@@ -79,8 +79,13 @@ impl Stage {
         }
         let seen = slices.seen_before(start)?;
         let before = Seen { past: start, layers: &mut seen.layers };
-        let (output, saved) =
-            self.forward_by(params.into(), input.into(), targets, &ActivationPolicy::default(), Some(before))?;
+        let (output, saved) = self.forward_by(
+            params.into(),
+            input.into(),
+            targets,
+            &ActivationPolicy::default(),
+            Some(before),
+        )?;
         seen.len = seen.len.max(saved.positions.end);
         Ok((output, saved))
     }

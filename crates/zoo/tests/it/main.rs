@@ -21,6 +21,7 @@ mod sparse;
 mod tokenizer_files;
 mod tokenizers;
 mod transformers;
+mod units;
 mod weights;
 
 use farflung_zoo as zoo;

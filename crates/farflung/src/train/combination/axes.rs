@@ -113,7 +113,11 @@ pub const AXES: &[Axis] = &[
         values: || words(["1", "2"]),
         set: |config, value| config.context_parallel = read(value),
     },
-    Axis { name: "zero", values: || words(["0", "1", "2", "3"]), set: |config, value| config.zero = read(value) },
+    Axis {
+        name: "zero",
+        values: || words(["0", "1", "2", "3"]),
+        set: |config, value| config.zero = read(value),
+    },
     Axis {
         name: "state",
         values: || words([StatePlace::Device, StatePlace::Disk]),

@@ -11,9 +11,9 @@ use farflung_comm::{
     operation_coded, owners_operation, scatter_to_owners,
 };
 use farflung_optim::{ApartHolders, AverageConfig};
-use farflung_parallel::{Coordinates, Recompute};
 use farflung_parallel::pipeline::{Content, Message};
 use farflung_parallel::step::Vote;
+use farflung_parallel::{Coordinates, Recompute};
 use farflung_tensor::Device;
 use farflung_zoo::layer::LayerUnits;
 use farflung_zoo::{Exchange, ModelSpec};

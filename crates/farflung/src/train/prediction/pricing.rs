@@ -269,8 +269,8 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         Ok(())
     }
 
-    /// Prices the computation of a pass that makes no gradients of weights. If weights are divided, those of each
-    /// layer arrive before it.
+    /// Prices the computation of a pass that makes no gradients of weights. If weights are divided, those of
+    /// each layer arrive before it.
     fn pass(&mut self, action: Action, kind: ComputeKind, took: Nanos) -> Result<()> {
         let Some(weights) = &self.facts(action.stage).weights else {
             self.compute(took);

@@ -18,10 +18,11 @@ use super::gather::gives;
 use crate::floats::{floats, le_bytes};
 use crate::train::executor::Executor;
 use crate::train::fingerprint::digest;
-use crate::train::zero;
 use crate::train::pieces::{
-    CHUNK_LEN, CHUNK_WINDOW, DividedTensor, HeldPiece, Piece, PieceHolder, PieceValues, StateKind, with_values,
+    CHUNK_LEN, CHUNK_WINDOW, DividedTensor, HeldPiece, Piece, PieceHolder, PieceValues, StateKind,
+    with_values,
 };
+use crate::train::zero;
 use crate::{Error, Result};
 
 /// Tag of the chunks, and of the answers to them. Far from the tags of a step's messages.
@@ -123,11 +124,7 @@ impl Trainer {
     }
 
     /// Returns the tensors of a stage that the rank at some coordinates gives, and what it has of each.
-    fn holds<'s>(
-        &self,
-        there: &'s Stage,
-        at: Coordinates,
-    ) -> Result<Vec<(TensorHolder, &'s TensorSpec)>> {
+    fn holds<'s>(&self, there: &'s Stage, at: Coordinates) -> Result<Vec<(TensorHolder, &'s TensorSpec)>> {
         let width = HeldPiece::Width(self.division.width_of(at)?);
         let Some(plan) = &self.givers.shards else {
             let given = there.tensors().filter(|(_, spec)| gives(spec, at, &self.givers.replicas));
@@ -136,7 +133,8 @@ impl Trainer {
                 .collect());
         };
         let own = zero::own_shard(zero::shards(plan, there)?.as_ref(), there, at);
-        let pieces = there.tensors().flat_map(|(p, spec)| own.within(&p.range()).map(move |held| (p, held, spec)));
+        let pieces =
+            there.tensors().flat_map(|(p, spec)| own.within(&p.range()).map(move |held| (p, held, spec)));
         let piece = |(p, held, spec): (&Param, ShardPiece, &'s TensorSpec)| {
             let is_whole = held.flat == p.range();
             let elements = held.flat.start - p.start..held.flat.end - p.start;
