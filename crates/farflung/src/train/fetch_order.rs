@@ -35,7 +35,7 @@ impl FetchOrder {
 
     /// Returns the number of elements of the layers of the pass, without what some of them share.
     pub(super) fn elements(&self) -> u64 {
-        self.layers.iter().map(|layer| own_elements(layer)).sum()
+        self.layers.iter().map(own_elements).sum()
     }
 
     /// Returns what to do before a layer of these units runs, and whether it is the next one of the pass: a

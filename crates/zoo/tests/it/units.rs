@@ -47,7 +47,7 @@ fn step<'a>(stage: &Stage, params: impl Into<Params<'a>>, halves: bool) -> (f64,
     let (tokens, targets) = (stage.tokens(&ids(3), 8).unwrap(), stage.tokens(&ids(5), 8).unwrap());
     let targets = Targets { ids: &targets, weights: None, scale: 1.0 / 16.0 };
     let (output, mut saved) = stage.forward(params, Input::Tokens(tokens), Some(targets)).unwrap();
-    let Output::Losses(losses) = output else { panic!("a whole model gives losses") };
+    let Output::Losses(losses) = output else { unreachable!("a whole model gives losses") };
     let mut flat = stage.zeros().unwrap();
     let mut grads = Grads::flat(&mut flat, false);
     if halves {

@@ -344,7 +344,7 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         let mut layers = layers.into_iter();
         for (range, share) in shares.into_iter().enumerate() {
             // Recomputations read other layers before their own. The embeddings' gradients need no weights.
-            while let Some(layer) = layers.next() {
+            for layer in layers.by_ref() {
                 self.fetch(stage, &layer)?;
                 if layer.first() == units.get(range) {
                     break;
