@@ -69,13 +69,18 @@ pub fn gather_from_owners(rank: Rank, counts: &[usize]) -> Program {
     Program::new(n, steps).with_counts(counts)
 }
 
-/// Returns the transfers of such exchanges of f32 values; `program` makes them for a rank and `counts`.
+/// Returns the transfers of such exchanges of elements of `size` bytes; `program` makes them for a rank and
+/// `counts`.
 #[must_use]
-pub fn owners_operation(program: fn(Rank, &[usize]) -> Program, counts: &[usize]) -> Operation {
+pub fn owners_operation(
+    program: fn(Rank, &[usize]) -> Program,
+    counts: &[usize],
+    size: usize,
+) -> Operation {
     let part = |rank: Rank| {
         let program = program(rank, counts);
         let bytes = |blocks: &std::ops::Range<usize>| {
-            Bytes((program.elements(blocks, 0).len() * size_of::<f32>()) as u64)
+            Bytes((program.elements(blocks, 0).len() * size) as u64)
         };
         // What a rank sends to itself takes no time.
         let sends = |step: &Step| step.sends.clone().into_iter().filter(|(to, _)| *to != rank);

@@ -22,7 +22,13 @@ mod average;
 #[cfg(feature = "sync")]
 pub mod device_codec;
 #[cfg(feature = "sync")]
+mod reduction_order;
+#[cfg(feature = "sync")]
+mod shard_coder;
+#[cfg(feature = "sync")]
 mod shard_gather;
+#[cfg(feature = "sync")]
+mod shard_groups;
 #[cfg(feature = "sync")]
 mod shard_reduction;
 #[cfg(feature = "sync")]
@@ -48,7 +54,13 @@ pub use average::{
     agree, token_weight,
 };
 #[cfg(feature = "sync")]
+pub use reduction_order::{ReductionOrder, ReductionStep};
+#[cfg(feature = "sync")]
+pub use shard_coder::ShardCoder;
+#[cfg(feature = "sync")]
 pub use shard_gather::GatheredRange;
+#[cfg(feature = "sync")]
+pub use shard_groups::ShardGroups;
 #[cfg(feature = "sync")]
 pub use shard_reduction::ShardReduction;
 

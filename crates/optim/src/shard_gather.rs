@@ -8,24 +8,25 @@ use farflung_comm::{CommError, Communicator};
 use farflung_tensor::Tensor;
 
 use crate::average::with_part;
-use crate::{OptimError, Shards};
+use crate::{OptimError, ShardCoder, Shards};
 
 impl Shards {
     /// Starts to gather a range of the flat buffers from the ranks that have it. `own` has this rank's shard
-    /// alone, all of it. A collective: all ranks must start the same ranges in the same order.
+    /// alone, all of it; all ranks get them as `coder` returns them. A collective: all ranks must start the same
+    /// ranges in the same order.
     ///
     /// ```
     /// use std::sync::Arc;
     ///
     /// use farflung_comm::{Communicator, memory};
-    /// use farflung_optim::Shards;
+    /// use farflung_optim::{ShardCoder, Shards};
     /// use farflung_tensor::Device;
     ///
     /// let rank = |endpoint: Arc<memory::Memory>| {
     ///     let comm = Communicator::new(endpoint);
     ///     let own: &[f32] = if comm.rank().0 == 0 { &[1.0, 2.0, 3.0] } else { &[4.0] };
     ///     let own = Device::cpu(1)?.tensor(own, own.len())?;
-    ///     let coming = Shards::new([3, 1]).start_gather(&comm, &(1..4), &own)?;
+    ///     let coming = Shards::new([3, 1]).start_gather(&comm, &(1..4), &own, ShardCoder::plain())?;
     ///     assert_eq!(coming.wait()?, [2.0, 3.0, 4.0]);
     ///     Ok::<_, farflung_optim::OptimError>(())
     /// };
@@ -36,7 +37,7 @@ impl Shards {
     /// });
     /// ```
     ///
-    /// Errors: those of the device.
+    /// Errors: those of the device, and of the codec.
     ///
     /// # Panics
     /// If `own` or the communicator has another size.
@@ -45,21 +46,32 @@ impl Shards {
         comm: &Communicator,
         range: &Range<usize>,
         own: &Tensor,
+        mut coder: ShardCoder,
     ) -> Result<GatheredRange, OptimError> {
         let me = comm.rank().index();
         let sizes = (own.shape().len(), comm.size());
         assert_eq!(sizes, (self.of(me).len(), self.ranks()), "a shard of this rank and these ranks");
         let there = self.within(range);
         let lengths = there.lengths();
-        let mut values = vec![0.0; lengths.iter().sum()];
-        let mut at = lengths[..me].iter().sum::<usize>();
+        let mut values = Vec::with_capacity(lengths[me]);
         for piece in self.of(me).within(range) {
-            with_part(own, piece.own(), |part| values[at..at + part.len()].copy_from_slice(part))?;
-            at += piece.flat.len();
+            with_part(own, piece.own(), |part| values.extend_from_slice(part))?;
         }
         let place = |piece: &Range<usize>| piece.start - range.start..piece.end - range.start;
         let places = there.ranges().map(place).collect();
-        Ok(GatheredRange { places, values: comm.start_gather_from_owners(values, &lengths) })
+        let coming = if coder.spec().is_none() {
+            let mut all = vec![0.0; lengths.iter().sum()];
+            let at = lengths[..me].iter().sum::<usize>();
+            all[at..at + values.len()].copy_from_slice(&values);
+            Coming::Plain(comm.start_gather_from_owners(all, &lengths))
+        } else {
+            let counts: Vec<usize> = lengths.iter().map(|&len| coder.bytes_of(len)).collect();
+            let mut bytes = vec![0; counts[..me].iter().sum()];
+            coder.encode(&values, &mut bytes)?;
+            bytes.resize(counts.iter().sum(), 0);
+            Coming::Coded(comm.start_gather_from_owners(bytes, &counts), coder, lengths)
+        };
+        Ok(GatheredRange { places, coming })
     }
 }
 
@@ -69,15 +81,34 @@ impl Shards {
 pub struct GatheredRange {
     /// The places in the range of what arrives, in its order.
     places: Vec<Range<usize>>,
-    values: Pending<Result<Vec<f32>, CommError>>,
+    coming: Coming,
+}
+
+#[derive(Debug)]
+enum Coming {
+    Plain(Pending<Result<Vec<f32>, CommError>>),
+    /// The bytes of each rank's part, and the lengths of the parts.
+    Coded(Pending<Result<Vec<u8>, CommError>>, ShardCoder, Vec<usize>),
 }
 
 impl GatheredRange {
     /// Waits for the values, in the order of the flat buffers.
     ///
-    /// Errors: a peer that was lost.
+    /// Errors: a peer that was lost; bytes that no codec writes.
     pub fn wait(self) -> Result<Vec<f32>, OptimError> {
-        let values = self.values.wait()?;
+        let values = match self.coming {
+            Coming::Plain(values) => values.wait()?,
+            Coming::Coded(bytes, coder, lengths) => {
+                let (bytes, mut from, mut at) = (bytes.wait()?, 0, 0);
+                let mut values = vec![0.0; lengths.iter().sum()];
+                for len in lengths {
+                    let end = from + coder.bytes_of(len);
+                    coder.decode(bytes.get(from..end).unwrap_or_default(), &mut values[at..at + len])?;
+                    (from, at) = (end, at + len);
+                }
+                values
+            }
+        };
         if self.places.is_sorted_by_key(|place| place.start) {
             return Ok(values);
         }

@@ -91,13 +91,20 @@ pub struct Plan {
     pub sequence_parallel: bool,
     /// What replicas divide of what all of them would hold, by its number in "ZeRO" (Rajbhandari et al. 2020):
     /// 0 nothing; 1 the optimizer's state: each rank then updates a shard of its parameters and sends it to the
-    /// others; 2 gradients, too. 3, parameters too, is not implemented yet.
+    /// others; 2 gradients, too; 3 parameters, too.
     pub zero: u32,
     /// How replicas divide it: a weight for each, of which some may be 0. Empty: equally.
     pub zero_weights: Vec<u32>,
     /// Whether each tensor is in one shard, for optimizers that work on whole tensors. Shards are then as long
     /// as their weights say up to half a tensor.
     pub zero_tensors: bool,
+    /// How what they send each other is encoded with 3, as the names of two codecs, of weights and of gradients:
+    /// `int8,int4`; or `none`.
+    pub zero_codec: String,
+    /// Groups of replicas that each have all parameters once more, divided among them: those that have been
+    /// gathered once are gathered inside the group until the next update, and gradients are added up there first
+    /// (Wang et al. 2023, "ZeRO++"). Empty: no groups.
+    pub zero_groups: Vec<Vec<u32>>,
     /// Name of each rank's machine, as in [`Cluster::rank_names`](crate::Cluster::rank_names).
     pub machines: Vec<String>,
     /// Precision to which the operands of matrix products are rounded.

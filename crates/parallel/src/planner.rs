@@ -237,6 +237,8 @@ impl Planned {
             zero: 0,
             zero_weights: Vec::new(),
             zero_tensors: false,
+            zero_codec: NO_CODEC.to_owned(),
+            zero_groups: Vec::new(),
             machines: busy().map(|(name, ..)| name.clone()).collect(),
             precision: self.precision,
             batch: u32::try_from(self.batch).unwrap_or(u32::MAX),

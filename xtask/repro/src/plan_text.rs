@@ -78,6 +78,8 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
         zero,
         zero_weights: (0..replicas).filter(|_| zero > 0 && draw(13, 2) == 1).map(|r| 1 + r).collect(),
         zero_tensors: zero > 0 && draw(14, 2) == 1,
+        zero_codec: "none".to_owned(),
+        zero_groups: Vec::new(),
         machines: (0..mesh.size()).map(|r| format!("site-{}.{r}", draw(4, 9))).collect(),
         mesh,
         precision: Precision::ALL[draw(5, 3) as usize],
@@ -137,6 +139,8 @@ fn changes() -> Vec<Change> {
         ("zero", |p| p.zero += 1),
         ("zero_weights", |p| p.zero_weights.push(7)),
         ("zero_tensors", |p| p.zero_tensors ^= true),
+        ("zero_codec", |p| p.zero_codec.push('x')),
+        ("zero_groups", |p| p.zero_groups.push(vec![7])),
         ("machines", |p| p.machines[0].push('x')),
         ("precision", |p| {
             p.precision = if p.precision == Precision::F32 { Precision::F16 } else { Precision::F32 };

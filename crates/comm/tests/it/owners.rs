@@ -64,7 +64,7 @@ fn owners_take_the_time_of_what_they_send() {
         let most = *counts.iter().max().unwrap();
         let forms = [(scatter_to_owners as fn(_, &[usize]) -> _, 3 * most), (gather_from_owners, 3 * most)];
         for (number, (program, floats)) in forms.into_iter().enumerate() {
-            let price = isolated_time(&owners_operation(program, &counts), &topology).as_secs_f64();
+            let price = isolated_time(&owners_operation(program, &counts, 4), &topology).as_secs_f64();
             let form = 0.01 + floats as f64 * 32e-9;
             assert!((price / form - 1.0).abs() < 0.01, "{counts:?} {number}: {price} s, not {form}");
             let times = on_ranks(over(&topology), |comm| {
@@ -93,7 +93,7 @@ fn slow_uplinks_are_used_at_the_same_time() {
     }
     let counts = [2_500_000; 4];
     let form = 3.0 * 2.5e6 * 32.0 / 1e8;
-    let price = isolated_time(&owners_operation(scatter_to_owners, &counts), &topology).as_secs_f64();
+    let price = isolated_time(&owners_operation(scatter_to_owners, &counts, 4), &topology).as_secs_f64();
     let times = on_ranks(over(&topology), |comm| {
         let values = vec![1.0_f32; counts.iter().sum()];
         comm.start_reduce_scatter_in_order(values, &counts, ReduceOp::Mean).wait().unwrap();

@@ -66,7 +66,7 @@ use pools::Numbers;
 use shared::PerRankSetting;
 use validate::check;
 use value::Setting;
-use zero::Weights;
+use zero::{Weights, ZeroCodecs, ZeroWithin};
 
 /// The default link, `home`: the uplink of a fibre or cable connection at home.
 const HOME: Link = Link { bandwidth: Bandwidth(20_000_000), latency: Nanos::from_micros(25_000) };
@@ -443,6 +443,13 @@ settings! {
         /// Share of each replica of what they divide, such as 3,1, for example by their memory; 0 for one
         /// that keeps none. Default: equal shares.
         @zero_weights: Weights, "N,N";
+        /// Codecs of the weights and of the gradients that replicas send each other with --zero 3, such as
+        /// int8,int4 (ZeRO++): blocks of rounded values, without memory.
+        @zero_codec: ZeroCodecs, "W,G|none", ZeroCodecs::default();
+        /// Inside which replicas divide the weights once more with --zero 3 (ZeRO++): region (those with fast links
+        /// between them) or a number of neighbours. Weights then come from other regions once an update, for
+        /// another copy of them in each region, and gradients are added up there before they leave.
+        @zero_within: ZeroWithin, "no|region|N", ZeroWithin::No;
         /// Where the optimizer's state is between updates: device (in memory) or disk, from which each update
         /// reads it, and to which it writes it back with the weights, so that a run that is killed continues
         /// without a checkpoint. The codec of averages is then none. docs/state-on-disk.md.

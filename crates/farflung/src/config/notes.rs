@@ -274,6 +274,11 @@ impl TrainConfig {
             "`zero` is 0, and each replica has all of the optimizer's state",
         );
         notes.note_without_effect(
+            !self.divides_weights(),
+            &["zero-codec", "zero-within"],
+            "`zero` is not 3, and each replica has all weights",
+        );
+        notes.note_without_effect(
             self.zero > 0,
             &["algorithm"],
             "with `zero`, each gradient goes to the rank that updates it, which adds all up in rank order",

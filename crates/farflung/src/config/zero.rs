@@ -1,5 +1,11 @@
 //! The settings of what replicas divide of the state that all of them would hold.
 
+use std::fmt;
+use std::str::FromStr;
+
+use farflung_compress::CodecSpec;
+use farflung_optim::ShardCoder;
+use farflung_parallel::plan::NO_CODEC;
 use toml::Value;
 
 use super::TrainConfig;
@@ -24,6 +30,99 @@ impl Setting for Weights {
 
     fn value(&self) -> Value {
         Value::String(self.0.iter().map(u32::to_string).collect::<Vec<_>>().join(","))
+    }
+}
+
+/// The codecs of weights and of gradients on their way between replicas that divide weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ZeroCodecs {
+    /// That of weights; `None` for plain f32.
+    pub weights: Option<CodecSpec>,
+    /// That of gradients.
+    pub gradients: Option<CodecSpec>,
+}
+
+impl ZeroCodecs {
+    /// What a text must be.
+    pub(crate) const EXPECTED: &str = "none, or the names of two codecs that remember and select nothing, of weights \
+                                       and of gradients, such as int8,int4";
+
+    fn codec(name: &str) -> Option<Option<CodecSpec>> {
+        let spec: CodecSpec = name.trim().parse().ok()?;
+        ShardCoder::takes(&spec).then_some(Some(spec).filter(|spec| *spec != CodecSpec::default()))
+    }
+}
+
+impl FromStr for ZeroCodecs {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
+        if text.trim() == NO_CODEC {
+            return Ok(Self::default());
+        }
+        let (weights, gradients) = text.split_once(',').ok_or(Self::EXPECTED)?;
+        match (Self::codec(weights), Self::codec(gradients)) {
+            (Some(weights), Some(gradients)) => Ok(Self { weights, gradients }),
+            _ => Err(Self::EXPECTED),
+        }
+    }
+}
+
+impl fmt::Display for ZeroCodecs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if *self == Self::default() {
+            return f.write_str(NO_CODEC);
+        }
+        let name = |codec: Option<CodecSpec>| codec.unwrap_or_default();
+        write!(f, "{},{}", name(self.weights), name(self.gradients))
+    }
+}
+
+impl Setting for ZeroCodecs {
+    fn expected() -> String {
+        Self::EXPECTED.to_owned()
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+
+    fn value(&self) -> Value {
+        Value::String(self.to_string())
+    }
+}
+
+/// Inside which replicas divide weights once more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ZeroWithin {
+    /// Nowhere.
+    #[default]
+    No,
+    /// Inside the regions of the links.
+    Region,
+    /// Inside groups of this many neighbours.
+    Neighbours(u32),
+}
+
+impl Setting for ZeroWithin {
+    fn expected() -> String {
+        "no, region, or a number of neighbouring replicas of at least 2".to_owned()
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "no" => Some(Self::No),
+            "region" => Some(Self::Region),
+            number => number.parse().ok().filter(|&n| n > 1).map(Self::Neighbours),
+        }
+    }
+
+    fn value(&self) -> Value {
+        Value::String(match self {
+            Self::No => "no".to_owned(),
+            Self::Region => "region".to_owned(),
+            Self::Neighbours(n) => n.to_string(),
+        })
     }
 }
 
@@ -80,6 +179,18 @@ impl TrainConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn two_codecs_of_fixed_rate_encode_what_is_divided() {
+        for text in ["none", "int8,int4", "none,int4", "bf16,none", "int8:64,fp8"] {
+            assert_eq!(ZeroCodecs::parse(text).unwrap().to_string(), text.replace("fp8", "fp8"), "{text}");
+        }
+        for text in ["int8", "int8,int4,int2", "int8+ef,int4", "topk:0.1,int4", "", "int8,x"] {
+            assert_eq!(ZeroCodecs::parse(text), None, "{text}");
+        }
+        assert_eq!(["no", "region", "4"].map(|text| ZeroWithin::parse(text).is_some()), [true; 3]);
+        assert_eq!(["0", "1", "yes", "-2"].map(|text| ZeroWithin::parse(text).is_some()), [false; 4]);
+    }
 
     #[test]
     fn shares_may_be_zero_but_not_all() {

@@ -14,6 +14,7 @@ use farflung_parallel::{BoundaryCodecs, Level, ParallelError, Plan};
 
 use crate::config::nearest::with_nearest;
 use crate::config::value::Setting as _;
+use crate::config::zero::ZeroCodecs;
 use crate::{Error, Result};
 
 /// A plan whose fields and names were checked.
@@ -23,6 +24,7 @@ pub struct BoundPlan {
     levels: Vec<BoundLevel>,
     boundaries: Vec<BoundaryLinks>,
     expert_codec: LinkSpec,
+    zero_codecs: ZeroCodecs,
 }
 
 /// A level of a plan: how replicas synchronise, with the method and the codec as values.
@@ -78,7 +80,10 @@ impl BoundPlan {
             }
             Err(_) => return Err(wrong("expert_codec".to_owned(), name, LinkSpec::wanted(name))),
         };
-        Ok(Self { plan, levels, boundaries, expert_codec })
+        let zero_codecs = plan.zero_codec.parse().map_err(|_| {
+            wrong("zero_codec".to_owned(), &plan.zero_codec, ZeroCodecs::EXPECTED.to_owned())
+        })?;
+        Ok(Self { plan, levels, boundaries, expert_codec, zero_codecs })
     }
 
     /// Returns the plan with the change that `change` makes, checked and resolved again.
@@ -106,6 +111,12 @@ impl BoundPlan {
     #[must_use]
     pub fn links(&self) -> &[BoundaryLinks] {
         &self.boundaries
+    }
+
+    /// Returns the codecs of what replicas that divide weights send each other.
+    #[must_use]
+    pub const fn zero_codecs(&self) -> ZeroCodecs {
+        self.zero_codecs
     }
 
     /// Returns the codec of the tokens that replicas send to each other's experts.

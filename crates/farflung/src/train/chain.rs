@@ -126,6 +126,8 @@ pub fn pipeline_plan(
         zero: 0,
         zero_weights: Vec::new(),
         zero_tensors: false,
+        zero_codec: farflung_parallel::plan::NO_CODEC.to_owned(),
+        zero_groups: Vec::new(),
         machines: planned.stages.iter().map(|stage| names[order[stage.machine].index()].clone()).collect(),
         precision: Precision::F32,
         batch: sizes.batch,

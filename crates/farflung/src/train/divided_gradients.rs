@@ -19,12 +19,20 @@ pub(super) struct DividedGradients {
     reduction: Option<ShardReduction>,
     /// Whether all gradients of this rank's microbatches of the step were finite; `None` if nobody asks.
     is_sound: Option<bool>,
+    /// Whether a codec encodes them, which takes no values that are not finite.
+    encodes: bool,
 }
 
 impl DividedGradients {
     /// Returns those of a part with these shards; without any on a device that only counts.
     pub(super) fn new(stage: &Stage, shards: Option<&PartShards>) -> Self {
-        Self { units: stage.unit_grads(), reduction: shards.map(PartShards::reduction), is_sound: None }
+        let encodes = shards.is_some_and(PartShards::encodes_gradients);
+        Self {
+            units: stage.unit_grads(),
+            reduction: shards.map(PartShards::reduction),
+            is_sound: encodes.then_some(true),
+            encodes,
+        }
     }
 
     /// Drops what is left of a step.
@@ -38,7 +46,7 @@ impl DividedGradients {
 
     /// Sets whether later steps find out if all gradients of this rank are finite.
     pub(super) fn watch(&mut self, wanted: bool) {
-        self.is_sound = wanted.then_some(true);
+        self.is_sound = (wanted || self.encodes).then_some(true);
     }
 
     /// Returns whether they were, as far as that was found out.
@@ -49,8 +57,15 @@ impl DividedGradients {
     /// Returns where a backward pass writes, and what takes each unit away. The sums go to `own`, this rank's
     /// shard: they are added to what it has if `adds`.
     pub(super) fn split<'a>(&'a mut self, own: &'a mut Tensor, adds: bool) -> (Grads<'a>, LeavingUnits<'a>) {
-        let Self { units, reduction, is_sound } = self;
-        (Grads::by_unit(units), LeavingUnits { reduction: reduction.as_mut(), own, adds, is_sound })
+        let Self { units, reduction, is_sound, encodes } = self;
+        let leaving =
+            LeavingUnits { reduction: reduction.as_mut(), own, adds, is_sound, encodes: *encodes };
+        (Grads::by_unit(units), leaving)
+    }
+
+    /// Returns whether gradients that are not finite were left out of the sums.
+    pub(super) fn hides_values(&self) -> bool {
+        self.encodes && !self.is_sound()
     }
 
     /// Waits for the sums on their way.
@@ -65,13 +80,21 @@ pub(super) struct LeavingUnits<'a> {
     own: &'a mut Tensor,
     adds: bool,
     is_sound: &'a mut Option<bool>,
+    encodes: bool,
 }
 
 impl LeavingUnits<'_> {
     pub(super) fn leave(&mut self, range: Range<usize>, grads: &mut Grads<'_>) -> Result<()> {
-        let (Some(unit), Some(reduction)) = (grads.take(&range), &mut self.reduction) else { return Ok(()) };
+        let (Some(mut unit), Some(reduction)) = (grads.take(&range), &mut self.reduction) else {
+            return Ok(());
+        };
         if let Some(is_sound) = self.is_sound {
-            *is_sound &= global_norm(&unit)?.is_finite();
+            let is_finite = global_norm(&unit)?.is_finite();
+            *is_sound &= is_finite;
+            if !is_finite && self.encodes {
+                // All ranks meet as always. This one tells that the step must not be taken.
+                unit = unit.device().zeros(range.len())?;
+            }
         }
         Ok(reduction.start(range, &unit, self.adds, self.own)?)
     }

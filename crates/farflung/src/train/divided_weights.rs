@@ -2,12 +2,13 @@
 //! before a layer needs them, while the layer before it computes, and dropped after it.
 
 use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
 use farflung_base::{Axis, Bytes};
-use farflung_optim::{GatheredRange, OptimError};
+use farflung_optim::{GatheredRange, OptimError, Shard};
 use farflung_parallel::Recompute;
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::layer::{LayerUnits, UnitParams, UnitValues};
@@ -15,6 +16,7 @@ use farflung_zoo::{Stage, ZooError};
 
 use super::fetch_order::{Fetch, FetchOrder, own_elements};
 use super::zero::PartShards;
+use crate::{Error, Result};
 
 /// The units of a part's weights on this rank.
 #[derive(Debug)]
@@ -23,6 +25,8 @@ pub(super) struct DividedWeights {
     /// `None` on a device that only counts.
     shards: Option<PartShards>,
     fetched: RefCell<Fetched>,
+    /// What this rank has of all weights once more, for its group, if the plan has groups.
+    of_group: Option<RefCell<GroupWeights>>,
     /// Most elements that were here or on their way at a time.
     most: Cell<usize>,
 }
@@ -34,10 +38,21 @@ struct Fetched {
     coming: Vec<ComingUnit>,
 }
 
+/// The part of all weights that a rank has for its group.
+#[derive(Debug)]
+struct GroupWeights {
+    own: Shard,
+    values: Tensor,
+    /// The units that are there; none after an update.
+    filled: BTreeSet<usize>,
+}
+
 /// A unit on its way.
 #[derive(Debug)]
 struct ComingUnit {
     range: Range<usize>,
+    /// Whether it comes from the group.
+    inside: bool,
     values: ComingValues,
 }
 
@@ -49,14 +64,40 @@ enum ComingValues {
 }
 
 impl DividedWeights {
-    /// Returns those of a part with these shards; without any on a device that only counts.
-    pub(super) fn new(stage: &Stage, shards: Option<PartShards>) -> Self {
-        Self { device: stage.device().clone(), shards, fetched: RefCell::default(), most: Cell::default() }
+    /// Returns those of a part with these shards; without any on a device that only counts. `in_group` is what
+    /// the rank has for its group.
+    ///
+    /// Errors: those of the device.
+    pub(super) fn new(stage: &Stage, shards: Option<PartShards>, in_group: Option<Shard>) -> Result<Self> {
+        let of_group = in_group.map(|own| {
+            let values = stage.device().zeros(own.len())?;
+            Ok::<_, Error>(RefCell::new(GroupWeights { own, values, filled: BTreeSet::new() }))
+        });
+        Ok(Self {
+            device: stage.device().clone(),
+            shards,
+            fetched: RefCell::default(),
+            of_group: of_group.transpose()?,
+            most: Cell::default(),
+        })
     }
 
-    /// Drops all units: their values have changed, or the pass that needed them is over.
+    /// Drops all units, since the pass that needed them is over.
     pub(super) fn clear(&mut self) {
         self.fetched = RefCell::default();
+    }
+
+    /// Forgets all values, since the weights have changed.
+    pub(super) fn changed(&mut self) {
+        self.clear();
+        if let Some(group) = &mut self.of_group {
+            group.get_mut().filled.clear();
+        }
+    }
+
+    /// Returns the number of elements that the rank has for its group.
+    pub(super) fn len_in_group(&self) -> usize {
+        self.of_group.as_ref().map_or(0, |group| group.borrow().own.len())
     }
 
     /// Returns the most bytes that passes have gathered at a time.
@@ -72,17 +113,22 @@ impl DividedWeights {
     }
 
     /// Carries out a step of the order.
-    fn fetch(&self, fetched: &mut Fetched, step: Fetch, own: &Tensor) -> Result<(), ZooError> {
+    fn fetch(&self, fetched: &mut Fetched, step: Fetch, own: &Tensor) -> std::result::Result<(), ZooError> {
         match step {
             Fetch::Drop(range) => fetched.held.retain(|unit| unit.range != range),
             Fetch::Start(range) => {
-                let values = match &self.shards {
-                    Some(shards) => {
-                        ComingValues::Gathered(shards.start_gather(&range, own).map_err(gather_error)?)
-                    }
+                let inside = self.of_group.as_ref().map(RefCell::borrow);
+                let inside = inside.filter(|group| group.filled.contains(&range.start));
+                let gathered = match (&self.shards, &inside) {
+                    (Some(shards), Some(group)) => shards.start_gather_in_group(&range, &group.values),
+                    (Some(shards), None) => shards.start_gather(&range, own).map(Some),
+                    (None, _) => Ok(None),
+                };
+                let values = match gathered.map_err(gather_error)? {
+                    Some(values) => ComingValues::Gathered(values),
                     None => ComingValues::Counted(self.device.zeros(range.len())?),
                 };
-                fetched.coming.push(ComingUnit { range, values });
+                fetched.coming.push(ComingUnit { range, inside: inside.is_some(), values });
             }
             Fetch::Wait(range) => {
                 let at = fetched.coming.iter().position(|unit| unit.range == range);
@@ -90,6 +136,9 @@ impl DividedWeights {
                 let values = match unit.values {
                     ComingValues::Gathered(values) => {
                         let values = values.wait().map_err(gather_error)?;
+                        if let Some(group) = self.of_group.as_ref().filter(|_| !unit.inside) {
+                            group.borrow_mut().fill(&range, &values)?;
+                        }
                         self.device.tensor(&values, values.len())?
                     }
                     ComingValues::Counted(room) => room,
@@ -122,6 +171,18 @@ pub(super) fn elements_of_microbatch(stage: &Stage, recompute: Recompute, depth:
     elements
 }
 
+impl GroupWeights {
+    /// Keeps its part of a unit.
+    fn fill(&mut self, range: &Range<usize>, unit: &[f32]) -> std::result::Result<(), ZooError> {
+        for piece in self.own.within(range) {
+            let part = &unit[piece.flat.start - range.start..piece.flat.end - range.start];
+            self.values.view_mut().part(piece.at, part.len())?.write(part)?;
+        }
+        self.filled.insert(range.start);
+        Ok(())
+    }
+}
+
 fn gather_error(error: OptimError) -> ZooError {
     let source: Box<dyn std::error::Error + Send + Sync> = match error {
         OptimError::Comm(error) => Box::new(error),
@@ -148,7 +209,7 @@ impl UnitParams for WeightReader<'_> {
         self.weights.fetched.borrow_mut().order.begin(layers);
     }
 
-    fn get(&self, units: &LayerUnits) -> Result<Vec<UnitValues>, ZooError> {
+    fn get(&self, units: &LayerUnits) -> std::result::Result<Vec<UnitValues>, ZooError> {
         let fetched = &mut *self.weights.fetched.borrow_mut();
         let (steps, moves) = fetched.order.next(units);
         for step in steps {

@@ -27,6 +27,7 @@ use farflung_tensor::{Device, Interrupt, Param, Tensor, TensorError};
 use farflung_zoo::{Cut, Input, Output, Saved, Slices, Targets, TensorKind, TensorSpec, ZooError, stage};
 
 use super::boundary::Boundaries;
+use super::divided_gradients::DividedGradients;
 use super::kept_pass::KeptPass;
 use super::part::{Part, SavedMicrobatch, copy};
 use super::spent::{Spent, add_since};
@@ -432,6 +433,9 @@ pub(super) const fn share(took: Nanos, of: u64, elements: u64) -> Nanos {
 
 /// Returns the sum of a part's squared gradients, without those of a table that counts with another part.
 fn own_squares(part: &Part, is_last: bool, counts: Counts) -> Result<f64> {
+    if part.divided.as_ref().is_some_and(DividedGradients::hides_values) {
+        return Ok(f64::NAN);
+    }
     let behind = if is_last { part.behind_table() } else { 0 };
     // Of gradients that others update, this rank has its own contribution alone.
     let sum_of = |range: Range<usize>| {

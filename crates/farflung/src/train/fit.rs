@@ -83,6 +83,8 @@ mod tests {
             zero: 0,
             zero_weights: Vec::new(),
             zero_tensors: false,
+            zero_codec: farflung_parallel::plan::NO_CODEC.to_owned(),
+            zero_groups: Vec::new(),
             machines: cluster.rank_names(),
             precision: Precision::F32,
             batch: 1,

@@ -33,7 +33,7 @@ use super::kept_pass::KeptPass;
 use super::part::{Part, Parts};
 use super::sizes::{averaging, scattering, sharing};
 use super::tied::TiedTable;
-use super::trainer::{BuiltChain, chain, stage_of};
+use super::trainer::{BuiltChain, chain, divided_weights, stage_of};
 use super::zero;
 use crate::config::choice::StoreKind;
 use crate::{Result, RunSettings, TrainConfig};
@@ -134,7 +134,7 @@ fn of_rank(
     let mut executor = counting(plan, model, config, schedule, at, &device)?;
     let parts = || executor.parts.values().map(|part| part.stage.layout());
     let elements: u64 = parts().map(|layout| layout.count() as u64).sum();
-    let weights: u64 = executor.parts.values().map(|part| buffer(part.params.shape().len())).sum();
+    let weights: u64 = executor.parts.values().map(weights_of).sum();
     let gradients: u64 = executor.parts.values().map(|part| buffer(part.grads.shape().len())).sum();
     let placement = schedule.placement();
     let versions = older_versions(&executor, placement);
@@ -224,6 +224,7 @@ fn counting(
             chain(config, device, (&built, shard), (1, plan.outermost().every.into()))?;
         let part = Part::new(Parts {
             params: device.zeros(held)?,
+            weights: divided_weights(plan, (&built, at), None)?,
             stage: built,
             chain,
             sync: None,
@@ -235,7 +236,6 @@ fn counting(
             keeps: false,
             shards: None,
             divides_gradients: plan.divides_gradients(),
-            divides_weights: plan.divides_weights(),
             disk,
         })?;
         Ok((stage, part))
@@ -278,6 +278,12 @@ fn run(schedule: &ReplicaSchedule, position: Rank, plan: &BoundPlan, executor: &
         }
     }
     executor.update_all(&step, Prepared::with_norm(1.0)?)
+}
+
+/// Returns the bytes of a part's parameters between passes.
+fn weights_of(part: &Part) -> u64 {
+    let more = part.weights.as_ref().map_or(0, |weights| weights.len_in_group());
+    buffer(part.params.shape().len()) + if more > 0 { buffer(more) } else { 0 }
 }
 
 /// Returns the bytes of older versions of an executor's parameters.

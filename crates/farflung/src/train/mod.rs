@@ -21,6 +21,7 @@ mod deadline;
 mod decoder;
 mod disk_state;
 mod divided_gradients;
+mod divided_plan;
 mod divided_weights;
 mod division;
 pub mod elastic;

@@ -117,9 +117,10 @@ pub(super) struct Parts {
     /// Whether a step that fails may continue with this rank's gradients.
     pub(super) keeps: bool,
     pub(super) shards: Option<PartShards>,
-    /// Whether the shards are of gradients, and of parameters, too.
+    /// Whether the shards are of gradients, too.
     pub(super) divides_gradients: bool,
-    pub(super) divides_weights: bool,
+    /// How passes get the parameters, if the shards are of these as well.
+    pub(super) weights: Option<DividedWeights>,
     pub(super) disk: Option<DiskState>,
 }
 
@@ -143,10 +144,9 @@ fn params_of<'a>(reader: Option<&'a WeightReader<'a>>, whole: &'a Tensor) -> Par
 impl Part {
     pub(super) fn new(made_of: Parts) -> Result<Self> {
         let Parts { stage, params, chain, sync, costs, recompute, offload, weight, keeps, .. } = made_of;
-        let (shards, disk) = (made_of.shards, made_of.disk);
+        let (shards, disk, weights) = (made_of.shards, made_of.disk, made_of.weights);
         let divides = made_of.divides_gradients;
         let divided = divides.then(|| DividedGradients::new(&stage, shards.as_ref()));
-        let weights = made_of.divides_weights.then(|| DividedWeights::new(&stage, shards.clone()));
         let gradients = if divides { chain.shard().len() } else { stage.layout().len() };
         Ok(Self {
             grads: stage.device().zeros(gradients)?,
@@ -191,6 +191,13 @@ impl Part {
             divided.begin();
         }
         self.drop_weights();
+    }
+
+    /// Forgets what was gathered of the parameters, which have changed.
+    pub(super) fn params_changed(&mut self) {
+        if let Some(weights) = &mut self.weights {
+            weights.changed();
+        }
     }
 
     /// Returns the most bytes of parameters that passes have gathered at a time.
@@ -446,7 +453,7 @@ impl Part {
             average.commit();
         }
         self.stale = self.shards.is_some() && self.weights.is_none();
-        self.drop_weights();
+        self.params_changed();
         self.before = None;
         self.version += 1;
         self.older.retain(|&version, _| needed.is_some_and(|needed| needed <= version));

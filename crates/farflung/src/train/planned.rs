@@ -13,17 +13,17 @@ use farflung_parallel::{
     ScheduleSource,
 };
 use farflung_zoo::ModelSpec;
-use farflung_zoo::spec::HeadSpec;
 
 use super::bound_plan::{BoundLevel, BoundPlan};
 use super::costs::Work;
+use super::divided_plan;
 use super::division;
 use super::links;
 use crate::config::choice::SyncKind;
 use crate::config::local_steps::LocalStepsKind;
 use crate::config::pools::Numbers;
 use crate::config::value::Setting as _;
-use crate::config::zero::Weights;
+use crate::config::zero::{Weights, ZeroWithin};
 use crate::{Error, Result, RunSettings, TrainConfig, model_name};
 
 /// Returns why `train` does not support a schedule; `None` if it does.
@@ -131,6 +131,8 @@ pub(super) fn divided(
         zero: small("zero", config.zero)?,
         zero_weights: config.zero_weights(),
         zero_tensors: config.zero > 0 && config.optimizer.row().per_tensor,
+        zero_codec: if config.divides_weights() { config.zero_codec.to_string() } else { NO_CODEC.to_owned() },
+        zero_groups: divided_plan::zero_groups(config, (world, cluster), replicas)?,
         machines: machines(world, cluster),
         precision: config.precision,
         batch: small("batch", config.batch)?,
@@ -231,16 +233,6 @@ pub(super) fn check_warmup(config: &RunSettings, plan: &BoundPlan) -> Result<()>
     Ok(())
 }
 
-/// Checks that no two parts share a token table whose gradient each holder would keep a shard of.
-pub(super) fn check_divided_table(model: &ModelSpec, plan: &Plan) -> Result<()> {
-    if !plan.divides_gradients() || plan.parts.len() == 1 || model.head != HeadSpec::Tied {
-        return Ok(());
-    }
-    let expected = "0 or 1 for a model whose head is its token table: the first and the last stage add up the \
-                    table's gradients, which differ in their shards";
-    Err(Error::Setting { field: "zero", value: plan.zero.to_string(), expected: expected.to_owned() })
-}
-
 /// Converts an error in a plan that was made from settings to an error on the setting.
 fn in_settings(error: Error) -> Error {
     match error {
@@ -257,6 +249,8 @@ fn in_settings(error: Error) -> Error {
                 "sequence_parallel" => "sequence-parallel",
                 "zero" | "zero_tensors" => "zero",
                 "zero_weights" => "zero-weights",
+                "zero_codec" => "zero-codec",
+                "zero_groups" => "zero-within",
                 "expert_codec" => "expert-codec",
                 field if field.starts_with("path") => "paths",
                 field if field.rsplit('.').next() == Some("method") => "sync",
@@ -428,6 +422,11 @@ pub(super) fn as_planned(config: &TrainConfig, plan: &BoundPlan) -> TrainConfig 
         sequence_parallel: plan.sequence_parallel,
         zero: plan.zero as usize,
         zero_weights: Some(Weights(plan.zero_weights.clone())).filter(|weights| !weights.0.is_empty()),
+        zero_codec: plan.zero_codecs(),
+        zero_within: match plan.zero_groups.first() {
+            Some(group) => ZeroWithin::Neighbours(group.len() as u32),
+            None => ZeroWithin::No,
+        },
         mesh: None,
         expert: plan.expert_ranks() as usize,
         expert_codec: plan.expert_codec(),

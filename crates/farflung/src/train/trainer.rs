@@ -62,7 +62,7 @@ use super::step_tokens::no_targets;
 use crate::signals::Armed;
 use crate::{Error, OverRanks, Result, Stop};
 use agree::{Request, StepRequests, SyncVote, Vote, Voters, Voting};
-pub(super) use build::{BuiltChain, chain, stage_of};
+pub(super) use build::{BuiltChain, chain, divided_weights, stage_of};
 pub(super) use carry::check_pipelines;
 pub(super) use ending::Ending;
 use gather::Givers;

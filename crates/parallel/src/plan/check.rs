@@ -134,6 +134,30 @@ impl Plan {
         ensure(ranks == 1 || !unlisted, "mesh", &self.mesh, expected)
     }
 
+    fn check_zero_groups(&self) -> Result<(), ParallelError> {
+        let expected = "none, because replicas do not divide parameters (`zero` is below 3)";
+        let is_known = self.divides_weights() || self.zero_codec == NO_CODEC;
+        ensure(is_known && !self.zero_codec.is_empty(), "zero_codec", &self.zero_codec, expected)?;
+        if self.zero_groups.is_empty() {
+            return Ok(());
+        }
+        let given = format!("{:?}", self.zero_groups);
+        let expected = "nothing, because replicas do not divide parameters (`zero` is below 3)";
+        ensure(self.divides_weights(), "zero_groups", &given, expected)?;
+        let mut all: Vec<u32> = self.zero_groups.concat();
+        let ascend = self.zero_groups.iter().all(|group| group.is_sorted());
+        all.sort_unstable();
+        let fits = all.iter().copied().eq(0..self.replicas())
+            && ascend
+            && self.zero_groups.len() > 1
+            && self.zero_groups.iter().all(|group| group.len() > 1);
+        let expected = format!(
+            "at least two groups of at least two of the {} replicas, in order, each in one group",
+            self.replicas()
+        );
+        ensure(fits, "zero_groups", given, expected)
+    }
+
     fn check_zero(&self) -> Result<(), ParallelError> {
         let (stage, weights, replicas) = (self.zero, &self.zero_weights, self.replicas());
         ensure(stage <= 3, "zero", stage, "0 to 3")?;
@@ -145,6 +169,7 @@ impl Plan {
         let fits =
             stage > 0 && weights.len() == replicas as usize && weights.iter().any(|&weight| weight > 0);
         ensure(weights.is_empty() || fits, "zero_weights", format!("{weights:?}"), expected)?;
+        self.check_zero_groups()?;
         if stage == 0 {
             let expected = "false, because replicas divide nothing (`zero` is 0)";
             return ensure(!self.zero_tensors, "zero_tensors", self.zero_tensors, expected);

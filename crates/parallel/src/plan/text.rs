@@ -116,6 +116,9 @@ struct File {
     zero_weights: Vec<u32>,
     #[serde(default)]
     zero_tensors: bool,
+    zero_codec: Option<String>,
+    #[serde(default)]
+    zero_groups: Vec<Vec<u32>>,
     #[serde(default)]
     experts: Vec<u32>,
     expert_codec: Option<String>,
@@ -302,6 +305,8 @@ impl File {
             zero: self.zero,
             zero_weights: self.zero_weights,
             zero_tensors: self.zero_tensors,
+            zero_codec: codec(self.zero_codec),
+            zero_groups: self.zero_groups,
             machines: self.machines,
             precision: self.precision.0,
             batch: self.batch,
@@ -368,6 +373,12 @@ impl Display for Plan {
         }
         if self.zero_tensors {
             writeln!(f, "zero_tensors = true")?;
+        }
+        if self.zero_codec != NO_CODEC {
+            writeln!(f, "zero_codec = {}", quoted(&self.zero_codec))?;
+        }
+        if !self.zero_groups.is_empty() {
+            writeln!(f, "zero_groups = {:?}", self.zero_groups)?;
         }
         if !self.experts.is_empty() {
             writeln!(f, "experts = {:?}", self.experts)?;

@@ -91,6 +91,12 @@ const CASES: &[Case] = &[
         "`zero-weights` changes nothing: `zero` is 0, and each replica has all of the optimizer's state",
     ),
     (
+        "zero = 2\nzero-codec = 'int8,int4'\nzero-within = '2'",
+        4,
+        true,
+        "`zero-codec`, `zero-within` change nothing: `zero` is not 3, and each replica has all weights",
+    ),
+    (
         "algorithm = 'ring'\nzero = 1",
         2,
         true,

@@ -119,6 +119,16 @@ pub const AXES: &[Axis] = &[
         set: |config, value| config.zero = read(value),
     },
     Axis {
+        name: "zero-codec",
+        values: || words(["none", "int8,int4"]),
+        set: |config, value| config.zero_codec = read(value),
+    },
+    Axis {
+        name: "zero-within",
+        values: || words(["no", "2"]),
+        set: |config, value| config.zero_within = read(value),
+    },
+    Axis {
         name: "state",
         values: || words([StatePlace::Device, StatePlace::Disk]),
         set: |config, value| config.state = read(value),

@@ -10,7 +10,7 @@ use farflung_comm::{
     AllReduce as _, CodedAllReduce as _, CodedBuffer, all_to_all_operation, message_operation, operation,
     operation_coded, owners_operation, scatter_to_owners,
 };
-use farflung_optim::{ApartHolders, AverageConfig};
+use farflung_optim::{ApartHolders, AverageConfig, ShardGroups};
 use farflung_parallel::pipeline::{Content, Message};
 use farflung_parallel::step::Vote;
 use farflung_parallel::{Coordinates, Recompute};
@@ -29,7 +29,7 @@ use crate::train::costs::Machines;
 use crate::train::division::Division;
 use crate::train::tied::TiedGroup;
 use crate::train::trainer::stage_of;
-use crate::train::zero;
+use crate::train::zero::{self, WindowOperations};
 
 /// Identifies an operation of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -42,11 +42,11 @@ pub(super) enum Key {
     /// microbatch.
     Layer { first: Rank, stage: StageId, microbatch: u32, slice: u16, pass: LayerPass, exchange: usize },
     /// A window of the sum of a range of a microbatch's gradients into the shards of a part, among ranks with
-    /// this number along the tensor axis.
-    Gradients { stage: StageId, tensor: u32, microbatch: u32, range: usize, window: usize },
+    /// this number along the tensor axis: what a group adds up, by its number, or what owners get from groups.
+    Gradients { stage: StageId, tensor: u32, microbatch: u32, range: usize, window: usize, hop: GradientHop },
     /// The gather of a unit of a part's weights, the one of this number in a step, among ranks with this number
-    /// along the tensor axis.
-    Weights { stage: StageId, tensor: u32, unit: usize, number: u32 },
+    /// along the tensor axis: of all, or of a group.
+    Weights { stage: StageId, tensor: u32, unit: usize, number: u32, group: Option<usize> },
     /// A window of the gather of a part's shards, among ranks with this number along the tensor axis.
     Shards { part: u32, tensor: u32, window: usize },
     /// The sum of the gradients of the token table of a pipeline, which begins at a rank.
@@ -57,6 +57,14 @@ pub(super) enum Key {
     Vote(Vote, Option<u32>),
     /// The vote on whether replicas can synchronise.
     Refusals,
+}
+
+/// A part of the way of gradients to their owners.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum GradientHop {
+    /// To those that add up: of a group, or, without groups, the owners.
+    Start(usize),
+    PassOn,
 }
 
 /// Identifies a bucket of a part's average.
@@ -127,7 +135,9 @@ pub(super) struct PartFacts {
     pub(super) buckets: Vec<BucketFacts>,
     /// If holders keep shards of the gradients: the windows in which those of each range reach them. There are
     /// no buckets then.
-    pub(super) reductions: Vec<Vec<Operation>>,
+    pub(super) reductions: Vec<Vec<WindowOperations>>,
+    /// The number of the group of each replica, if holders are in groups.
+    pub(super) groups: Option<ShardGroups>,
     /// The windows in which holders send each other the shards that they have updated.
     pub(super) gathers: Vec<Operation>,
     /// How passes get the weights, if holders keep shards of them.
@@ -144,6 +154,8 @@ pub(super) struct WeightFacts {
     pub(super) units: Vec<Range<usize>>,
     /// The gather of each.
     gathers: Vec<Operation>,
+    /// By group, the gather of each inside it.
+    in_groups: Vec<Vec<Operation>>,
     /// What the layers of each pass read.
     pub(super) forward: Vec<LayerUnits>,
     pub(super) recompute: Vec<LayerUnits>,
@@ -170,8 +182,17 @@ impl WeightFacts {
             Recompute::Layers(layers) => stage.recompute_units(layers as usize),
             _ => forward.clone(),
         };
-        let gathers = units.iter().map(|unit| zero::weights(&shards, unit).among(all)).collect();
-        Ok(Some(Self { gathers, forward, recompute, backward: stage.backward_units(), units }))
+        let codec = plan.zero_codecs().weights;
+        let gathers = units.iter().map(|unit| zero::weights(&shards, unit, codec).among(all)).collect();
+        let mut in_groups = Vec::new();
+        for members in &plan.zero_groups {
+            let of_member = Coordinates { data: members[0], ..at };
+            let Some(shards) = zero::shards_in_group(plan, &stage, of_member)? else { break };
+            let ranks: Vec<Rank> = members.iter().map(|&member| all[member as usize]).collect();
+            in_groups
+                .push(units.iter().map(|unit| zero::weights(&shards, unit, None).among(&ranks)).collect());
+        }
+        Ok(Some(Self { gathers, in_groups, forward, recompute, backward: stage.backward_units(), units }))
     }
 }
 
@@ -207,7 +228,7 @@ impl PartFacts {
             let exchanges = match &shards {
                 Some(shards) if kind.is_none() => {
                     let counts = shards.counts(&ranges);
-                    vec![owners_operation(scatter_to_owners, &counts).among(holders)]
+                    vec![owners_operation(scatter_to_owners, &counts, size_of::<f32>()).among(holders)]
                 }
                 _ => sizes.map(exchange).collect::<Result<_>>()?,
             };
@@ -222,7 +243,10 @@ impl PartFacts {
         }
         let among = |windows: Vec<Operation>| windows.into_iter().map(|op| op.among(&all)).collect();
         let divided = shards.as_ref().filter(|_| plan.divides_gradients());
-        let of_range = |range| divided.map(|shards| among(zero::reductions(plan, shards, range)));
+        let of_range = |range| {
+            let windows = divided.map(|shards| zero::reductions(plan, shards, range))?;
+            Some(windows.into_iter().map(|window| window.among(&all)).collect())
+        };
         if divided.is_some() {
             buckets.clear();
         }
@@ -230,6 +254,7 @@ impl PartFacts {
             elements: stage.layout().len() as u64,
             buckets,
             reductions: ranges.iter().filter_map(of_range).collect(),
+            groups: zero::groups(plan),
             gathers: among(shards.iter().flat_map(|shards| zero::gathers(plan, shards)).collect()),
             weights: WeightFacts::of((plan, model), schedule, (part as usize, at), &all)?,
             ranges: ranges.iter().map(|range| range.len() as u64).collect(),
@@ -318,14 +343,19 @@ impl<'a> Operations<'a> {
                 let found = buckets.find(|facts| facts.key == bucket);
                 found.expect("a bucket of the part").exchanges[exchange].clone()
             }
-            Key::Gradients { stage, tensor, range, window, .. } => {
+            Key::Gradients { stage, tensor, range, window, hop, .. } => {
                 let part = schedule.placement().part(stage) as usize;
-                self.parts[0][tensor as usize][part].reductions[range][window].clone()
+                let window = &self.parts[0][tensor as usize][part].reductions[range][window];
+                match hop {
+                    GradientHop::Start(group) => window.starts[group].clone(),
+                    GradientHop::PassOn => window.passes_on.clone().unwrap_or_default(),
+                }
             }
-            Key::Weights { stage, tensor, unit, .. } => {
+            Key::Weights { stage, tensor, unit, group, .. } => {
                 let part = schedule.placement().part(stage) as usize;
                 let weights = self.parts[0][tensor as usize][part].weights.as_ref();
-                weights.expect("the part's weights are divided").gathers[unit].clone()
+                let weights = weights.expect("the part's weights are divided");
+                group.map_or(&weights.gathers, |group| &weights.in_groups[group])[unit].clone()
             }
             Key::Shards { part, tensor, window } => {
                 self.parts[0][tensor as usize][part as usize].gathers[window].clone()

@@ -1,11 +1,11 @@
 //! Prices the list of a rank's step: computations become times, and messages, averages and votes become
 //! operations on the links that ranks share. Nothing is computed or sent.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 
 use farflung_base::{Axis, Nanos, Rank, StageId};
-use farflung_optim::Shards;
+use farflung_optim::{ReductionOrder, ReductionStep, Shards};
 use farflung_parallel::pipeline::{
     Action, ComputeKind, Lowered, LoweredKind, Message, Op, Placement, StageCost,
 };
@@ -14,7 +14,7 @@ use farflung_parallel::step::{Moment, RankStep, StepOp, Vote};
 use farflung_zoo::layer::LayerUnits;
 
 use super::layer_exchanges::LayerTurn;
-use super::operations::{BucketFacts, Key, LayerPass, Operations, PartFacts};
+use super::operations::{BucketFacts, GradientHop, Key, LayerPass, Operations, PartFacts};
 use crate::Result;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::executor::share;
@@ -49,10 +49,23 @@ enum Average {
     Started,
 }
 
+/// A window of gradients on its way.
+#[derive(Debug)]
+struct LeavingWindow {
+    /// Its number in the order.
+    number: usize,
+    microbatch: u32,
+    range: usize,
+    window: usize,
+    /// The operation that it waits for.
+    operation: usize,
+}
+
 /// A unit of weights on its way, and its operation.
 #[derive(Debug)]
 struct ComingUnit {
     unit: Range<usize>,
+    inside: bool,
     number: usize,
 }
 
@@ -62,12 +75,15 @@ struct PartState {
     average: Average,
     /// Number of updates whose averages have been waited for.
     updates: u32,
-    /// Numbers of the operations that sum its gradients into shards, on their way.
-    leaving: VecDeque<usize>,
+    /// The windows in which its gradients leave for their owners.
+    order: ReductionOrder,
+    leaving: Vec<LeavingWindow>,
     /// The units of its weights that the rank has or gathers, and the operations that gather them.
     fetches: FetchOrder,
     coming: Vec<ComingUnit>,
     gathered: u32,
+    /// The first elements of the units that the rank's group has once more.
+    filled: BTreeSet<usize>,
     /// Numbers of the operations that sum the token table's gradients, for updates that wait for them.
     due: VecDeque<usize>,
 }
@@ -302,18 +318,23 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
                     let units = self.facts(stage).weights.as_ref().map(|weights| &weights.units);
                     let unit = units.and_then(|units| units.iter().position(|unit| *unit == range));
                     let (unit, gathered) = (unit.expect("a unit of the part"), self.state(stage).gathered);
-                    let stage_key = self.placement().storage_stage(stage);
-                    let key = Key::Weights { stage: stage_key, tensor, unit, number: gathered };
+                    let inside = self.state(stage).filled.contains(&range.start);
+                    let group = self.group(stage).filter(|_| inside);
+                    let home = self.placement().storage_stage(stage);
+                    let key = Key::Weights { stage: home, tensor, unit, number: gathered, group };
                     let number = self.begin(key)?;
                     let state = self.state(stage);
                     state.gathered += 1;
-                    state.coming.push(ComingUnit { unit: range, number });
+                    state.coming.push(ComingUnit { unit: range, inside, number });
                 }
                 Fetch::Wait(range) => {
                     let coming = &mut self.state(stage).coming;
                     let at = coming.iter().position(|coming| coming.unit == range);
-                    let number = coming.swap_remove(at.expect("it was started before")).number;
-                    self.complete(number);
+                    let unit = coming.swap_remove(at.expect("it was started before"));
+                    self.complete(unit.number);
+                    if !unit.inside && self.group(stage).is_some() {
+                        self.state(stage).filled.insert(range.start);
+                    }
                 }
             }
         }
@@ -372,16 +393,51 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
     fn scatter(&mut self, action: Action, range: usize) -> Result<()> {
         let Action { stage, microbatch, .. } = action;
         let tensor = self.operations.plan.at(self.rank).tensor;
+        let group = self.group(stage);
         for window in 0..self.facts(stage).reductions[range].len() {
-            let leaving = &mut self.state(stage).leaving;
-            let is_full = leaving.len() == Shards::IN_FLIGHT;
-            if let Some(oldest) = leaving.pop_front_if(|_| is_full) {
-                self.complete(oldest);
+            for step in self.state(stage).order.start() {
+                let ReductionStep::Start(number) = step else {
+                    self.reduce(stage, step)?;
+                    continue;
+                };
+                let hop = GradientHop::Start(group.unwrap_or(0));
+                let key = Key::Gradients { stage, tensor, microbatch, range, window, hop };
+                let operation = self.begin(key)?;
+                let leaving = LeavingWindow { number, microbatch, range, window, operation };
+                self.state(stage).leaving.push(leaving);
             }
-            let number = self.begin(Key::Gradients { stage, tensor, microbatch, range, window })?;
-            self.state(stage).leaving.push_back(number);
         }
         Ok(())
+    }
+
+    /// Prices a step of a window of gradients that has left.
+    fn reduce(&mut self, stage: StageId, step: ReductionStep) -> Result<()> {
+        let tensor = self.operations.plan.at(self.rank).tensor;
+        let leaving = &mut self.state(stage).leaving;
+        match step {
+            ReductionStep::Start(_) => {}
+            ReductionStep::PassOn(number) => {
+                let found = leaving.iter().position(|window| window.number == number);
+                let at = found.expect("a window that has left");
+                let LeavingWindow { microbatch, range, window, operation, .. } = leaving[at];
+                self.complete(operation);
+                let hop = GradientHop::PassOn;
+                let key = Key::Gradients { stage, tensor, microbatch, range, window, hop };
+                let operation = self.begin(key)?;
+                self.state(stage).leaving[at].operation = operation;
+            }
+            ReductionStep::Arrive(number) => {
+                let found = leaving.iter().position(|window| window.number == number);
+                let window = leaving.remove(found.expect("a window that has left"));
+                self.complete(window.operation);
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the number of this rank's group among those of a part's holders, if they are in groups.
+    fn group(&self, stage: StageId) -> Option<usize> {
+        self.facts(stage).groups.as_ref().map(|groups| groups.of(self.replica as usize))
     }
 
     /// Prices the exchanges of layers in a pass. The rank waits for each, or, of those along a ring, where it
@@ -442,7 +498,9 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
     }
 
     fn state(&mut self, stage: StageId) -> &mut PartState {
-        self.parts.entry(self.placement().storage_stage(stage)).or_default()
+        let in_groups = self.group(stage).is_some();
+        let new = || PartState { order: ReductionOrder::new(in_groups), ..PartState::default() };
+        self.parts.entry(self.placement().storage_stage(stage)).or_insert_with(new)
     }
 
     fn cost(&self, action: Action) -> StageCost {
@@ -490,8 +548,8 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
     /// Waits for all averages of a part.
     fn finish_averages(&mut self, stage: StageId) -> Result<()> {
         self.begin_averages(stage)?;
-        for number in std::mem::take(&mut self.state(stage).leaving) {
-            self.complete(number);
+        for step in self.state(stage).order.finish() {
+            self.reduce(stage, step)?;
         }
         let exchanges: Vec<usize> = self.buckets(stage).iter().map(|bucket| bucket.exchanges.len()).collect();
         // Averages of several exchanges continue in the order of buckets, as in `Average`.

@@ -30,6 +30,7 @@ use crate::train::bind::ReplicaSchedule;
 use crate::train::bound_plan::BoundPlan;
 use crate::train::boundary::{Boundaries, Stores};
 use crate::train::disk_state::DiskState;
+use crate::train::divided_weights::DividedWeights;
 use crate::train::division::{self, Division};
 use crate::train::exchange::{self, Between};
 use crate::train::executor::{Components, Executor, Routers, Source, Wires};
@@ -263,6 +264,10 @@ fn build_part(
         }
         _ => None,
     };
+    let divided = holders.all.zip(shards);
+    let divided = divided.map(|(all, shards)| PartShards::new(shards, all.clone(), &job.plan, (&model, at)));
+    let divided = divided.transpose()?;
+    let weights = divided_weights(&job.plan, (&model, at), divided.clone())?;
     let placement = schedule.placement();
     let offload = if schedule.keeps_by_policy(planned) { 0 } else { planned.offload as usize };
     Part::new(Parts {
@@ -283,10 +288,25 @@ fn build_part(
         },
         keeps: job.keeps_work(),
         disk,
-        shards: holders.all.zip(shards).map(|(all, shards)| PartShards::new(shards, all.clone(), &job.plan)),
+        shards: divided,
         divides_gradients: job.plan.divides_gradients(),
-        divides_weights: job.plan.divides_weights(),
+        weights,
     })
+}
+
+/// Returns how passes of a part get its parameters, if its holders divide them. `shards`: see
+/// [`DividedWeights::new`].
+pub(in crate::train) fn divided_weights(
+    plan: &BoundPlan,
+    (model, at): (&Stage, Coordinates),
+    shards: Option<PartShards>,
+) -> Result<Option<DividedWeights>> {
+    if !plan.divides_weights() {
+        return Ok(None);
+    }
+    let number = zero::number_in_group(plan, at);
+    let in_group = zero::shards_in_group(plan, model, at)?.map(|shards| shards.of(number).clone());
+    DividedWeights::new(model, shards, in_group).map(Some)
 }
 
 /// Returns the initial values of a shard of a part's parameters.

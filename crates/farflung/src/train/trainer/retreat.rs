@@ -97,6 +97,7 @@ impl PartSnapshot {
         if let Some(params) = states.get(&StateKind::Parameters).or_else(|| agreed(part)) {
             let values = params.to_vec::<f32>()?;
             part.params.write(&values)?;
+            part.params_changed();
         }
         let values = states.into_iter().map(|(kind, state)| Ok((kind, state.to_vec::<f32>()?)));
         let values = values.collect::<Result<BTreeMap<_, _>>>()?;

@@ -175,6 +175,7 @@ impl Trainer {
             let whole = (0..layout.len()).into();
             let own = if part.weights.is_some() { part.chain.shard() } else { &whole };
             part.params.write(&from.take_weights(&layout, own)?)?;
+            part.params_changed();
             restore_chain(part, &layout, from, updates)?;
             let Some(sync) = &mut part.sync else { continue };
             sync.on_params_set(&part.params)?;

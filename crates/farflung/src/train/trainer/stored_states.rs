@@ -97,6 +97,7 @@ impl Trainer {
                     part.params.view_mut().part(start, held.flat.len())?.write(&values)?;
                 }
             }
+            part.params_changed();
             part.chain.resume_at(updates);
         }
         Ok(())
