@@ -69,19 +69,55 @@ pub fn gather_from_owners(rank: Rank, counts: &[usize]) -> Program {
     Program::new(n, steps).with_counts(counts)
 }
 
+/// Returns the exchange in which each rank sends others `sent[r]` elements and receives `received[r]` of them, of
+/// which some may be none, all at once: blocks `0..n` of a buffer are sent, blocks `n..2n` are received.
+///
+/// # Panics
+/// If there are not as many numbers of both.
+#[must_use]
+pub fn uneven_all_to_all(rank: Rank, sent: &[usize], received: &[usize]) -> Program {
+    let (n, me) = (sent.len(), rank.index());
+    assert_eq!(received.len(), n, "a number for each rank");
+    let to = (0..n).map(|i| (me + 1 + i) % n).filter(|&r| sent[r] > 0);
+    let from = (0..n).map(|i| (me + n - 1 - i) % n).filter(|&r| received[r] > 0);
+    let step = Step {
+        sends: to.map(|r| (Rank(r as u32), r..r + 1)).collect(),
+        recvs: from.map(|r| (Rank(r as u32), n + r..n + r + 1, Merge::Copy)).collect(),
+        ..Step::default()
+    };
+    let steps = if step.is_empty() { Vec::new() } else { vec![step] };
+    Program::new(2 * n, steps).with_counts(&[sent, received].concat())
+}
+
+/// Returns the transfers of such an exchange, in which ranks send each other these bytes.
+#[must_use]
+pub fn uneven_all_to_all_operation(ranks: usize, bytes: impl Fn(usize, usize) -> Bytes) -> Operation {
+    let other = |me: usize| (1..ranks).map(move |i| (me + i) % ranks);
+    let moved = |all: Vec<(usize, Bytes)>| {
+        all.into_iter()
+            .filter(|(_, bytes)| bytes.0 > 0)
+            .map(|(rank, bytes)| (Rank(rank as u32), bytes))
+            .collect()
+    };
+    let part = |me: usize| {
+        let step = OperationStep {
+            sends: moved(other(me).map(|to| (to, bytes(me, to))).collect()),
+            order: SendOrder::RoundRobin,
+            receives: moved(other(me).map(|from| (from, bytes(from, me))).collect()),
+        };
+        (Rank(me as u32), RankPart { lanes: vec![vec![step]], window: usize::MAX })
+    };
+    Operation { parts: (0..ranks).map(part).collect(), frame: Bytes(FRAME_BYTES as u64) }
+}
+
 /// Returns the transfers of such exchanges of elements of `size` bytes; `program` makes them for a rank and
 /// `counts`.
 #[must_use]
-pub fn owners_operation(
-    program: fn(Rank, &[usize]) -> Program,
-    counts: &[usize],
-    size: usize,
-) -> Operation {
+pub fn owners_operation(program: fn(Rank, &[usize]) -> Program, counts: &[usize], size: usize) -> Operation {
     let part = |rank: Rank| {
         let program = program(rank, counts);
-        let bytes = |blocks: &std::ops::Range<usize>| {
-            Bytes((program.elements(blocks, 0).len() * size) as u64)
-        };
+        let bytes =
+            |blocks: &std::ops::Range<usize>| Bytes((program.elements(blocks, 0).len() * size) as u64);
         // What a rank sends to itself takes no time.
         let sends = |step: &Step| step.sends.clone().into_iter().filter(|(to, _)| *to != rank);
         let receives = |step: &Step| step.recvs.clone().into_iter().filter(|(from, _, _)| *from != rank);

@@ -71,6 +71,25 @@ impl ShardGroups {
         if self.adder(self.of(from), to) == from { bytes(lengths[to]) } else { 0 }
     }
 
+    /// Returns how many bytes a rank sends to another of what it owns, when all ranks get it: to the one of each
+    /// group that passes it on.
+    #[must_use]
+    pub fn entering(
+        &self,
+        (from, to): (usize, usize),
+        lengths: &[usize],
+        bytes: impl Fn(usize) -> usize,
+    ) -> usize {
+        if self.adder(self.of(to), from) == to { bytes(lengths[from]) } else { 0 }
+    }
+
+    /// Returns how many bytes each rank of a group then passes on to each other.
+    #[must_use]
+    pub fn passed_on(&self, group: usize, lengths: &[usize], bytes: impl Fn(usize) -> usize) -> Vec<usize> {
+        let of = |&member: &usize| self.of_adder(group, member, lengths).map(|(_, len)| bytes(len)).sum();
+        self.members[group].iter().map(of).collect()
+    }
+
     /// Returns the owners whose shares a member of a group adds up, with the lengths of these.
     pub(crate) fn of_adder<'a>(
         &'a self,

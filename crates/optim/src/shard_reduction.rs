@@ -186,7 +186,7 @@ impl ShardReduction {
                 rest = behind;
             }
             let received = vec![sent[self.comm.rank().index()]; lengths.len()];
-            let coming = self.comm.start_all_to_all_v(&bytes, &sent, &received);
+            let coming = self.comm.start_uneven_all_to_all(&bytes, &sent, &received);
             return Ok(ComingValues::ToOwner(coming));
         };
         let starts: Vec<usize> = lengths
@@ -205,7 +205,7 @@ impl ShardReduction {
             self.coder.encode(&block, &mut bytes)?;
         }
         let received = vec![sent[comm.rank().index()]; sent.len()];
-        Ok(ComingValues::OfGroup(comm.start_all_to_all_v(&bytes, &sent, &received)))
+        Ok(ComingValues::OfGroup(comm.start_uneven_all_to_all(&bytes, &sent, &received)))
     }
 
     fn step(&mut self, step: ReductionStep, own: &mut Tensor) -> Result<(), OptimError> {
@@ -224,7 +224,8 @@ impl ShardReduction {
             return Ok(());
         };
         let (me, ranks) = (self.comm.rank().index(), self.comm.size());
-        let coming = std::mem::replace(&mut window.values, ComingValues::Means(Pending::ready(Ok(Vec::new()))));
+        let coming =
+            std::mem::replace(&mut window.values, ComingValues::Means(Pending::ready(Ok(Vec::new()))));
         let ComingValues::OfGroup(coming) = coming else { return Ok(()) };
         let parts: Vec<(usize, usize)> = groups.of_adder(*own, me, &window.lengths).collect();
         let len = parts.iter().map(|(_, len)| len).sum();
@@ -239,7 +240,7 @@ impl ShardReduction {
         }
         let from = |from| groups.between((from, me), &window.lengths, |len| self.coder.bytes_of(len));
         let received: Vec<usize> = (0..ranks).map(from).collect();
-        window.values = ComingValues::ToOwner(self.comm.start_all_to_all_v(&bytes, &sent, &received));
+        window.values = ComingValues::ToOwner(self.comm.start_uneven_all_to_all(&bytes, &sent, &received));
         Ok(())
     }
 

@@ -159,6 +159,7 @@ mod utilisation;
 mod whole_model_nowhere;
 mod zero;
 mod zero_bubble;
+mod zeropp;
 
 use std::io::Write;
 
@@ -216,6 +217,7 @@ pub const BENCHES: &[Bench] = &[
     context_parallel::BENCH,
     sparse::BENCH,
     zero::BENCH,
+    zeropp::BENCH,
     infinity::BENCH,
     larger_than_one::BENCH,
     morphing::BENCH,

@@ -124,7 +124,7 @@ pub(crate) fn plan(
         zero: 0,
         zero_weights: Vec::new(),
         zero_tensors: false,
-        zero_codec: farflung::parallel::plan::NO_CODEC.to_owned(),
+        zero_codec: NO_CODEC.to_owned(),
         zero_groups: Vec::new(),
         machines: (0..replicas * stages).map(|rank| format!("worker.{rank}")).collect(),
         microbatches: microbatches.to_vec(),

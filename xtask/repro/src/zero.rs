@@ -277,7 +277,7 @@ fn times(report: &mut Report<'_>, nano: &Job, stage: usize) -> Result<()> {
             let settings = TrainConfig {
                 workers: shares.len(),
                 batch: 1,
-                overlap: false,
+                overlap: stage > 1,
                 compute_rate: 5e9,
                 ..config(nano.config.seed, true)
             };

@@ -152,6 +152,7 @@ short! {
     tune: "tune",
     utilisation: "utilisation",
     zero: "zero",
+    zeropp: "zeropp",
     zero_bubble: "zero-bubble",
 }
 

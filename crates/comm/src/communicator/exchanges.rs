@@ -11,7 +11,7 @@ use crate::CommError;
 use crate::all_to_all::pairwise_all_to_all;
 use crate::butterfly::{direct_gather, direct_scatter};
 use crate::element::{Element, ReduceOp};
-use crate::owners::{gather_from_owners, scatter_to_owners};
+use crate::owners::{gather_from_owners, scatter_to_owners, uneven_all_to_all};
 use crate::plans::Kind;
 use crate::reduction::Reduction;
 use crate::steps::{Merge, Program, Step};
@@ -155,6 +155,7 @@ impl Communicator {
         data: &[T],
         sent: &[usize],
         received: &[usize],
+        program: impl Fn() -> Program,
     ) -> Result<Moved<T>, CommError> {
         const NAME: &str = "all_to_all_v";
         self.counts(NAME, sent, data.len())?;
@@ -171,8 +172,7 @@ impl Communicator {
         }
         let mut buffer = data.to_vec();
         buffer.resize(data.len() + len, T::zeroed());
-        let program = pairwise_all_to_all(self.rank(), self.size()).with_counts(&[sent, received].concat());
-        Ok(Moved { call: Call::moving(NAME, program, 0), buffer, result: data.len()..data.len() + len })
+        Ok(Moved { call: Call::moving(NAME, program(), 0), buffer, result: data.len()..data.len() + len })
     }
 
     /// Sends `sent[j]` elements of `data` to rank `j`, and returns the elements received, in rank order:
@@ -183,7 +183,7 @@ impl Communicator {
         sent: &[usize],
         received: &[usize],
     ) -> Result<Vec<T>, CommError> {
-        self.moved(self.exchanged_v(data, sent, received))
+        self.start_all_to_all_v(data, sent, received).wait()
     }
 
     /// Starts a [`Communicator::all_to_all_v`].
@@ -193,7 +193,21 @@ impl Communicator {
         sent: &[usize],
         received: &[usize],
     ) -> Pending<Result<Vec<T>, CommError>> {
-        self.start_moved(self.exchanged_v(data, sent, received))
+        let pairwise =
+            || pairwise_all_to_all(self.rank(), self.size()).with_counts(&[sent, received].concat());
+        self.start_moved(self.exchanged_v(data, sent, received, pairwise))
+    }
+
+    /// Like [`Communicator::start_all_to_all_v`], in one latency: all parts are on their way at once, and those
+    /// without elements take no message.
+    pub fn start_uneven_all_to_all<T: Element>(
+        &self,
+        data: &[T],
+        sent: &[usize],
+        received: &[usize],
+    ) -> Pending<Result<Vec<T>, CommError>> {
+        let at_once = || uneven_all_to_all(self.rank(), sent, received);
+        self.start_moved(self.exchanged_v(data, sent, received, at_once))
     }
 
     /// Adds the values of all ranks in rank order: rank `r` gets those of `counts[r]` elements of `data`, in

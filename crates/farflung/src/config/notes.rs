@@ -247,8 +247,6 @@ impl TrainConfig {
         self.note_context(notes);
         self.note_zero(notes);
         self.note_state(notes);
-        let leaves = "with `zero` 2 and 3, gradients leave while the backward pass computes the rest";
-        notes.note_without_effect(self.divides_gradients(), &["overlap"], leaves);
         let after = format!("`sync` {sync} averages after a step, when no backward pass runs");
         notes.note_without_effect(!each_step, &["overlap"], &after);
     }

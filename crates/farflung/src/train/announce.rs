@@ -12,6 +12,7 @@ use super::planned;
 use super::prediction::Prediction;
 use super::trainer::Trainer;
 use crate::config::notes::NoteContext;
+use crate::config::zero::ZeroCodecs;
 use crate::data_notes::{data_notes, one_document};
 use crate::{Result, TrainConfig};
 
@@ -73,10 +74,22 @@ fn zero_note(job: &Job, trainer: &Trainer) -> String {
         let often = if times == 1 { "once a step".to_owned() } else { format!("{times} times a step") };
         if plan.divides_weights() {
             let gathered = Bytes(trainer.gathered_elements() * size_of::<f32>() as u64);
+            let coded = match plan.zero_codecs() {
+                codecs if codecs == ZeroCodecs::default() => String::new(),
+                codecs => format!(", before their codecs {codecs}"),
+            };
+            let groups = match plan.zero_groups.len() {
+                0 => String::new(),
+                groups => format!(
+                    "; between the {groups} groups of replicas, weights pass once an update, and gradients \
+                     after they were added up in each"
+                ),
+            };
             return format!(
                 "{replicas} replicas divide the optimizer's state, the gradients and the weights{by}: {often}, \
                  with each microbatch, all ranks together send {sent} of gradients to those that update them, \
-                 and this rank gathers {gathered} of weights for its layers; at the end no text is generated"
+                 and this rank gathers {gathered} of weights for its layers{coded}{groups}; at the end no text \
+                 is generated"
             );
         }
         return format!(

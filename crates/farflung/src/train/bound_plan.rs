@@ -80,9 +80,10 @@ impl BoundPlan {
             }
             Err(_) => return Err(wrong("expert_codec".to_owned(), name, LinkSpec::wanted(name))),
         };
-        let zero_codecs = plan.zero_codec.parse().map_err(|_| {
-            wrong("zero_codec".to_owned(), &plan.zero_codec, ZeroCodecs::EXPECTED.to_owned())
-        })?;
+        let zero_codecs = plan
+            .zero_codec
+            .parse()
+            .map_err(|_| wrong("zero_codec".to_owned(), &plan.zero_codec, ZeroCodecs::EXPECTED.to_owned()))?;
         Ok(Self { plan, levels, boundaries, expert_codec, zero_codecs })
     }
 

@@ -21,6 +21,7 @@ pub(super) struct DividedGradients {
     is_sound: Option<bool>,
     /// Whether a codec encodes them, which takes no values that are not finite.
     encodes: bool,
+    overlap: bool,
 }
 
 impl DividedGradients {
@@ -32,6 +33,7 @@ impl DividedGradients {
             reduction: shards.map(PartShards::reduction),
             is_sound: encodes.then_some(true),
             encodes,
+            overlap: shards.is_none_or(PartShards::overlap),
         }
     }
 
@@ -57,9 +59,15 @@ impl DividedGradients {
     /// Returns where a backward pass writes, and what takes each unit away. The sums go to `own`, this rank's
     /// shard: they are added to what it has if `adds`.
     pub(super) fn split<'a>(&'a mut self, own: &'a mut Tensor, adds: bool) -> (Grads<'a>, LeavingUnits<'a>) {
-        let Self { units, reduction, is_sound, encodes } = self;
-        let leaving =
-            LeavingUnits { reduction: reduction.as_mut(), own, adds, is_sound, encodes: *encodes };
+        let Self { units, reduction, is_sound, encodes, overlap } = self;
+        let leaving = LeavingUnits {
+            reduction: reduction.as_mut(),
+            own,
+            adds,
+            is_sound,
+            encodes: *encodes,
+            overlap: *overlap,
+        };
         (Grads::by_unit(units), leaving)
     }
 
@@ -81,6 +89,7 @@ pub(super) struct LeavingUnits<'a> {
     adds: bool,
     is_sound: &'a mut Option<bool>,
     encodes: bool,
+    overlap: bool,
 }
 
 impl LeavingUnits<'_> {
@@ -96,6 +105,10 @@ impl LeavingUnits<'_> {
                 unit = unit.device().zeros(range.len())?;
             }
         }
-        Ok(reduction.start(range, &unit, self.adds, self.own)?)
+        reduction.start(range, &unit, self.adds, self.own)?;
+        if !self.overlap {
+            reduction.finish(self.own)?;
+        }
+        Ok(())
     }
 }

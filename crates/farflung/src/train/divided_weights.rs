@@ -25,6 +25,7 @@ pub(super) struct DividedWeights {
     /// `None` on a device that only counts.
     shards: Option<PartShards>,
     fetched: RefCell<Fetched>,
+    ahead: bool,
     /// What this rank has of all weights once more, for its group, if the plan has groups.
     of_group: Option<RefCell<GroupWeights>>,
     /// Most elements that were here or on their way at a time.
@@ -36,6 +37,12 @@ struct Fetched {
     order: FetchOrder,
     held: Vec<UnitValues>,
     coming: Vec<ComingUnit>,
+}
+
+impl Fetched {
+    fn new(ahead: bool) -> Self {
+        Self { order: FetchOrder::new(ahead), ..Self::default() }
+    }
 }
 
 /// The part of all weights that a rank has for its group.
@@ -65,10 +72,14 @@ enum ComingValues {
 
 impl DividedWeights {
     /// Returns those of a part with these shards; without any on a device that only counts. `in_group` is what
-    /// the rank has for its group.
+    /// the rank has for its group; `ahead`: whether a layer's are gathered while the one before computes.
     ///
     /// Errors: those of the device.
-    pub(super) fn new(stage: &Stage, shards: Option<PartShards>, in_group: Option<Shard>) -> Result<Self> {
+    pub(super) fn new(
+        stage: &Stage,
+        shards: Option<PartShards>,
+        (in_group, ahead): (Option<Shard>, bool),
+    ) -> Result<Self> {
         let of_group = in_group.map(|own| {
             let values = stage.device().zeros(own.len())?;
             Ok::<_, Error>(RefCell::new(GroupWeights { own, values, filled: BTreeSet::new() }))
@@ -76,7 +87,8 @@ impl DividedWeights {
         Ok(Self {
             device: stage.device().clone(),
             shards,
-            fetched: RefCell::default(),
+            fetched: RefCell::new(Fetched::new(ahead)),
+            ahead,
             of_group: of_group.transpose()?,
             most: Cell::default(),
         })
@@ -84,7 +96,7 @@ impl DividedWeights {
 
     /// Drops all units, since the pass that needed them is over.
     pub(super) fn clear(&mut self) {
-        self.fetched = RefCell::default();
+        self.fetched = RefCell::new(Fetched::new(self.ahead));
     }
 
     /// Forgets all values, since the weights have changed.
@@ -157,7 +169,7 @@ pub(super) fn elements_of_microbatch(stage: &Stage, recompute: Recompute, depth:
         Recompute::Layers(layers) => stage.recompute_units(layers as usize),
         _ => stage.forward_units(),
     };
-    let mut order = FetchOrder::default();
+    let mut order = FetchOrder::new(true);
     let mut elements = 0;
     for pass in [stage.forward_units(), again, stage.backward_units()] {
         order.begin(pass.clone());

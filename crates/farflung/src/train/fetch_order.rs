@@ -20,6 +20,8 @@ pub(super) enum Fetch {
 /// of the last layer of a pass stay, since the next pass may begin with them.
 #[derive(Debug, Default)]
 pub(super) struct FetchOrder {
+    /// Whether the units of a layer are fetched while the one before it computes.
+    ahead: bool,
     layers: Vec<LayerUnits>,
     /// Number of the layer that was asked for last; `None` before the first.
     at: Option<usize>,
@@ -28,6 +30,10 @@ pub(super) struct FetchOrder {
 }
 
 impl FetchOrder {
+    pub(super) fn new(ahead: bool) -> Self {
+        Self { ahead, ..Self::default() }
+    }
+
     /// Begins a pass over layers that read these units.
     pub(super) fn begin(&mut self, layers: Vec<LayerUnits>) {
         (self.layers, self.at) = (layers, None);
@@ -46,6 +52,7 @@ impl FetchOrder {
         let moves = found.is_some() && found != self.at;
         self.at = found.or(self.at);
         let then = found.and_then(|at| self.layers.get(at + 1)).cloned().unwrap_or_default();
+        let starts = if self.ahead { &then[..] } else { &[] };
         let mut steps = Vec::new();
         self.held.retain(|unit| {
             let stays = units.contains(unit) || then.contains(unit);
@@ -66,10 +73,10 @@ impl FetchOrder {
                 self.held.push(unit.clone());
             }
         }
-        for unit in then {
-            if !self.held.contains(&unit) && !self.coming.contains(&unit) {
+        for unit in starts {
+            if !self.held.contains(unit) && !self.coming.contains(unit) {
                 steps.push(Fetch::Start(unit.clone()));
-                self.coming.push(unit);
+                self.coming.push(unit.clone());
             }
         }
         (steps, moves)
@@ -92,7 +99,7 @@ mod tests {
         let layer = |units: &[&Range<usize>]| units.iter().map(|&unit| unit.clone()).collect::<LayerUnits>();
         let [first, second, third] = [layer(&[&table]), layer(&[&block]), layer(&[&other])];
         let last = layer(&[&norm, &table]);
-        let mut order = FetchOrder::default();
+        let mut order = FetchOrder::new(true);
         order.begin(vec![first.clone(), second.clone(), third.clone(), last.clone()]);
         assert_eq!(order.elements(), 13);
         let (start, wait, drop) = (Fetch::Start, Fetch::Wait, Fetch::Drop);
@@ -115,5 +122,10 @@ mod tests {
         // One that the pass does not name comes and goes.
         let back = vec![drop(block), start(0..8), wait(0..8)];
         assert_eq!(order.next(&first), (back, false));
+        // Without overlap, a layer waits for what it needs.
+        let mut order = FetchOrder::new(false);
+        order.begin(vec![second.clone(), third.clone()]);
+        assert_eq!(order.next(&second), (vec![start(8..10), wait(8..10)], true));
+        assert_eq!(order.next(&third), (vec![drop(8..10), start(10..12), wait(10..12)], true));
     }
 }

@@ -131,7 +131,11 @@ pub(super) fn divided(
         zero: small("zero", config.zero)?,
         zero_weights: config.zero_weights(),
         zero_tensors: config.zero > 0 && config.optimizer.row().per_tensor,
-        zero_codec: if config.divides_weights() { config.zero_codec.to_string() } else { NO_CODEC.to_owned() },
+        zero_codec: if config.divides_weights() {
+            config.zero_codec.to_string()
+        } else {
+            NO_CODEC.to_owned()
+        },
         zero_groups: divided_plan::zero_groups(config, (world, cluster), replicas)?,
         machines: machines(world, cluster),
         precision: config.precision,

@@ -6,19 +6,17 @@ use std::ops::Range;
 
 use farflung_base::{Axis, Bytes, Operation, Rank};
 use farflung_comm::{
-    Communicator, all_to_all_operation, gather_from_owners, owners_operation, scatter_to_owners,
+    Communicator, gather_from_owners, owners_operation, scatter_to_owners, uneven_all_to_all_operation,
 };
 use farflung_compress::{CodecSpec, RoundKey};
-use farflung_optim::{
-    GatheredRange, OptimError, Shard, ShardCoder, ShardGroups, ShardReduction, Shards,
-};
+use farflung_optim::{GatheredRange, OptimError, Shard, ShardCoder, ShardGroups, ShardReduction, Shards};
 use farflung_parallel::{Coordinates, Plan};
 use farflung_tensor::{Op, ParamLayout, Tensor};
 use farflung_zoo::{AxisShare, Stage};
 
 use super::bound_plan::BoundPlan;
-use crate::config::zero::ZeroCodecs;
 use crate::Result;
+use crate::config::zero::ZeroCodecs;
 
 /// Shards begin at multiples of this many elements, unless they are of whole tensors: at those of the chunks in
 /// which squares are added up, so that the norm of the gradients does not depend on who updates what.
@@ -78,6 +76,8 @@ pub(super) struct PartShards {
     /// The holders of the own group, if the plan has groups.
     group: Option<GroupHolders>,
     codecs: ZeroCodecs,
+    /// Whether gradients are on their way while others are computed.
+    overlap: bool,
     /// Number of elements that a holder sends at a time.
     most: usize,
 }
@@ -143,6 +143,24 @@ pub(super) fn weights(shards: &Shards, range: &Range<usize>, codec: Option<Codec
     }
 }
 
+/// Returns the transfers of a range of weights where holders are in groups: between them, and by group inside it.
+pub(super) fn weights_by_groups(
+    shards: &Shards,
+    groups: &ShardGroups,
+    range: &Range<usize>,
+    codec: Option<CodecSpec>,
+) -> [Vec<Operation>; 2] {
+    let (coder, lengths) = (coder(codec, 0), shards.within(range).lengths());
+    let bytes = |len: usize| coder.bytes_of(len);
+    let between = |from, to| Bytes(groups.entering((from, to), &lengths, bytes) as u64);
+    let inside = |(group, members): (usize, &Vec<usize>)| {
+        let ranks: Vec<Rank> = members.iter().map(|&member| Rank(member as u32)).collect();
+        owners_operation(gather_from_owners, &groups.passed_on(group, &lengths, bytes), 1).among(&ranks)
+    };
+    let inside = groups.members().iter().enumerate().map(inside).collect();
+    [vec![uneven_all_to_all_operation(lengths.len(), between)], inside]
+}
+
 /// The transfers of a window of gradients, for predictions.
 #[derive(Debug)]
 pub(super) struct WindowOperations {
@@ -154,9 +172,7 @@ pub(super) struct WindowOperations {
 
 /// Returns the transfers of the windows in which holders gather their shards, for predictions.
 pub(super) fn gathers(plan: &BoundPlan, shards: &Shards) -> Vec<Operation> {
-    let of = |window: Shards| {
-        owners_operation(gather_from_owners, &window.lengths(), size_of::<f32>())
-    };
+    let of = |window: Shards| owners_operation(gather_from_owners, &window.lengths(), size_of::<f32>());
     shards.windows(window(plan)).into_iter().map(of).collect()
 }
 
@@ -181,7 +197,7 @@ pub(super) fn reductions(plan: &BoundPlan, shards: &Shards, range: &Range<usize>
             let starts = match codec {
                 None => owners_operation(scatter_to_owners, &lengths, size_of::<f32>()),
                 Some(_) => {
-                    all_to_all_operation(lengths.len(), |_, to| Bytes(bytes(lengths[to]) as u64))
+                    uneven_all_to_all_operation(lengths.len(), |_, to| Bytes(bytes(lengths[to]) as u64))
                 }
             };
             return WindowOperations { starts: vec![starts], passes_on: None };
@@ -189,12 +205,12 @@ pub(super) fn reductions(plan: &BoundPlan, shards: &Shards, range: &Range<usize>
         let inside = |(group, members): (usize, &Vec<usize>)| {
             let sent = groups.inside(group, &lengths, bytes);
             let ranks: Vec<Rank> = members.iter().map(|&member| Rank(member as u32)).collect();
-            all_to_all_operation(members.len(), |_, to| Bytes(sent[to] as u64)).among(&ranks)
+            uneven_all_to_all_operation(members.len(), |_, to| Bytes(sent[to] as u64)).among(&ranks)
         };
         let between = |from, to| Bytes(groups.between((from, to), &lengths, bytes) as u64);
         WindowOperations {
             starts: groups.members().iter().enumerate().map(inside).collect(),
-            passes_on: Some(all_to_all_operation(lengths.len(), between)),
+            passes_on: Some(uneven_all_to_all_operation(lengths.len(), between)),
         }
     };
     shards.within(range).windows(window(plan)).into_iter().map(of).collect()
@@ -215,7 +231,8 @@ impl PartShards {
             }
             _ => None,
         };
-        Ok(Self { shards, holders, group, codecs: plan.zero_codecs(), most: window(plan) })
+        let (codecs, overlap) = (plan.zero_codecs(), plan.outermost().overlap);
+        Ok(Self { shards, holders, group, codecs, overlap, most: window(plan) })
     }
 
     /// Fills a flat buffer with the shards of all holders. A collective of them, which may be repeated.
@@ -230,7 +247,13 @@ impl PartShards {
         own: &Tensor,
     ) -> Result<GatheredRange, OptimError> {
         let coder = coder(self.codecs.weights, self.holders.rank().index());
-        self.shards.start_gather(&self.holders, range, own, coder)
+        match &self.group {
+            Some(GroupHolders { groups, holders, .. }) => {
+                let comms = (&self.holders, holders);
+                self.shards.start_gather_by_groups(comms, groups, range, own, coder)
+            }
+            None => self.shards.start_gather(&self.holders, range, own, coder),
+        }
     }
 
     /// Starts to gather a range of weights inside the group, of which `own` has what this rank has there. A
@@ -258,6 +281,11 @@ impl PartShards {
             }
             None => reduction,
         }
+    }
+
+    /// Returns whether gradients are on their way while others are computed.
+    pub(super) const fn overlap(&self) -> bool {
+        self.overlap
     }
 
     /// Returns whether a codec encodes gradients.

@@ -6,7 +6,8 @@
 use std::fs;
 
 use farflung::TrainConfig;
-use farflung::config::zero::Weights;
+use farflung::config::value::Setting as _;
+use farflung::config::zero::{Weights, ZeroWithin};
 use farflung::parallel::pipeline::Method;
 use farflung::train::{Fault, FaultyValue, Job, Thoroughness, Trainer, refusal};
 
@@ -122,6 +123,42 @@ fn divided_gradients_and_weights_have_the_bits_of_whole_ones() {
         done(&run, out, &format!("--workers 3 --accumulate 4 {args} --check-every 1"));
         assert!(weights(&run, out, 3) == weights(&run, "several-2", 3), "{args}");
     }
+}
+
+/// Groups change the order of sums alone; codecs change what is sent, and all ranks the same way.
+#[test]
+fn weights_pass_between_groups_once_an_update_and_in_few_bits() {
+    let run = llama();
+    tied(&run);
+    untied(&run);
+    let sent = |steps: &[farflung::StepMetrics]| steps.last().unwrap().bytes_sent as f64;
+    for (name, within, args) in [
+        ("pairs", 2, "--workers 4"),
+        ("uneven", 3, "--workers 5 --zero-weights 3,0,1,2,1 --accumulate 2"),
+        ("tied", 2, "--model gpt2.json --workers 4 --recompute full --eval-every 2"),
+        ("stages", 2, "--model untied.json --workers 8 --stages 2 --microbatches 2"),
+    ] {
+        let flat = format!("{args} --check-every 1 --zero 3");
+        let args = format!("{flat} --zero-within {within}");
+        let flat = done(&run, &format!("{name}-flat"), &flat);
+        let grouped = done(&run, &format!("{name}-groups"), &args);
+        assert!(farthest(&grouped, &flat) < 1e-6, "{args}: {}", farthest(&grouped, &flat));
+        let alone = format!("{args} --overlap false --bucket-mb 0.001");
+        assert_eq!(farthest(&done(&run, &format!("{name}-alone"), &alone), &grouped).to_bits(), 0, "{args}");
+        for codecs in ["int8,none", "none,int4:64", "bf16,int8"] {
+            let out = format!("{name}-{codecs}");
+            let coded = done(&run, &out, &format!("{args} --zero-codec {codecs}"));
+            assert!(farthest(&coded, &flat) < 0.05, "{args} {codecs}: {}", farthest(&coded, &flat));
+            assert!(sent(&coded) < sent(&grouped), "{args} {codecs}");
+        }
+    }
+    // The weights of an update pass a border once, whatever is accumulated.
+    let of = |m: usize, args: &str| {
+        let out = format!("{m}-{}", args.len());
+        sent(&done(&run, &out, &format!("--workers 4 --accumulate {m} --zero 3 {args} --eval-every 0")))
+    };
+    let [flat, grouped] = ["", "--zero-within 2"].map(|args| of(4, args) / of(1, args));
+    assert!(grouped < flat, "{grouped} {flat}");
 }
 
 #[test]
@@ -242,6 +279,27 @@ fn steps_take_the_time_that_was_predicted() {
         };
         takes_the_predicted_time(config, &what);
     }
+    for (codec, within, overlap, accumulate) in [
+        ("int8,int4", "no", true, 1),
+        ("none", "2", true, 2),
+        ("int8,int4", "2", false, 1),
+        ("none", "no", false, 2),
+    ] {
+        let config = TrainConfig {
+            heads: Some(4),
+            dim: Some(32),
+            workers: 4,
+            zero: 3,
+            zero_codec: codec.parse().unwrap(),
+            zero_within: ZeroWithin::parse(within).unwrap(),
+            overlap,
+            microbatches: Some(accumulate),
+            bucket_mb: 0.01,
+            codec: "none".parse().unwrap(),
+            ..config.clone()
+        };
+        takes_the_predicted_time(config, &format!("codecs {codec}, within {within}, overlap {overlap}"));
+    }
 }
 
 #[test]
@@ -250,6 +308,13 @@ fn what_cannot_be_divided_is_refused_with_the_reason() {
     tied(&run);
     untied(&run);
     for (args, reason) in [
+        ("--workers 4 --zero 3 --zero-within 3", "at least two groups of at least two of the 4 replicas"),
+        ("--workers 4 --zero 3 --zero-within region", "with slower links between them (`topology`)"),
+        (
+            "--workers 2 --zero 3 --zero-codec int8",
+            "the names of two codecs that remember and select nothing",
+        ),
+        ("--workers 2 --zero 3 --zero-codec int8+ef,int4", "the names of two codecs"),
         ("--workers 2 --zero 9", "`zero` is 9, expected 0 to 3"),
         ("--mesh data=2,tensor=2 --zero 3", "`zero` is 3, expected 0 or 1 with `tensor` above 1"),
         (

@@ -7,8 +7,8 @@ use super::candidate::rank_memory;
 use super::plan_request::PlanRequest;
 use super::ranking::too_small;
 use crate::Result;
-use crate::train::memory::{StepMemory, planned_memory};
 use crate::train::divided_plan::check_divided_table;
+use crate::train::memory::{StepMemory, planned_memory};
 
 /// The unit of weights that follow memory.
 const WHOLE: f64 = 1000.0;

@@ -45,8 +45,8 @@ pub(super) enum Key {
     /// this number along the tensor axis: what a group adds up, by its number, or what owners get from groups.
     Gradients { stage: StageId, tensor: u32, microbatch: u32, range: usize, window: usize, hop: GradientHop },
     /// The gather of a unit of a part's weights, the one of this number in a step, among ranks with this number
-    /// along the tensor axis: of all, or of a group.
-    Weights { stage: StageId, tensor: u32, unit: usize, number: u32, group: Option<usize> },
+    /// along the tensor axis.
+    Weights { stage: StageId, tensor: u32, unit: usize, number: u32, way: WeightWay },
     /// A window of the gather of a part's shards, among ranks with this number along the tensor axis.
     Shards { part: u32, tensor: u32, window: usize },
     /// The sum of the gradients of the token table of a pipeline, which begins at a rank.
@@ -57,6 +57,17 @@ pub(super) enum Key {
     Vote(Vote, Option<u32>),
     /// The vote on whether replicas can synchronise.
     Refusals,
+}
+
+/// A part of the way of weights to those that need them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum WeightWay {
+    /// From all owners: to all ranks, or to some of each group.
+    FromOwners,
+    /// From those to the others of a group.
+    PassedOn(usize),
+    /// From a group that has them once more.
+    InGroup(usize),
 }
 
 /// A part of the way of gradients to their owners.
@@ -154,7 +165,8 @@ pub(super) struct WeightFacts {
     pub(super) units: Vec<Range<usize>>,
     /// The gather of each.
     gathers: Vec<Operation>,
-    /// By group, the gather of each inside it.
+    /// By group, how each is passed on there, and the gather of each that the group has once more.
+    passed_on: Vec<Vec<Operation>>,
     in_groups: Vec<Vec<Operation>>,
     /// What the layers of each pass read.
     pub(super) forward: Vec<LayerUnits>,
@@ -183,8 +195,18 @@ impl WeightFacts {
             _ => forward.clone(),
         };
         let codec = plan.zero_codecs().weights;
-        let gathers = units.iter().map(|unit| zero::weights(&shards, unit, codec).among(all)).collect();
-        let mut in_groups = Vec::new();
+        let (groups, mut in_groups) = (zero::groups(plan), Vec::new());
+        let mut gathers = Vec::new();
+        let mut passed_on = vec![Vec::new(); plan.zero_groups.len()];
+        for unit in &units {
+            let Some(groups) = &groups else {
+                gathers.push(zero::weights(&shards, unit, codec).among(all));
+                continue;
+            };
+            let [between, inside] = zero::weights_by_groups(&shards, groups, unit, codec);
+            gathers.extend(between.into_iter().map(|op| op.among(all)));
+            passed_on.iter_mut().zip(inside).for_each(|(of_group, op)| of_group.push(op.among(all)));
+        }
         for members in &plan.zero_groups {
             let of_member = Coordinates { data: members[0], ..at };
             let Some(shards) = zero::shards_in_group(plan, &stage, of_member)? else { break };
@@ -192,7 +214,15 @@ impl WeightFacts {
             in_groups
                 .push(units.iter().map(|unit| zero::weights(&shards, unit, None).among(&ranks)).collect());
         }
-        Ok(Some(Self { gathers, in_groups, forward, recompute, backward: stage.backward_units(), units }))
+        Ok(Some(Self {
+            gathers,
+            passed_on,
+            in_groups,
+            forward,
+            recompute,
+            backward: stage.backward_units(),
+            units,
+        }))
     }
 }
 
@@ -351,11 +381,16 @@ impl<'a> Operations<'a> {
                     GradientHop::PassOn => window.passes_on.clone().unwrap_or_default(),
                 }
             }
-            Key::Weights { stage, tensor, unit, group, .. } => {
+            Key::Weights { stage, tensor, unit, way, .. } => {
                 let part = schedule.placement().part(stage) as usize;
                 let weights = self.parts[0][tensor as usize][part].weights.as_ref();
                 let weights = weights.expect("the part's weights are divided");
-                group.map_or(&weights.gathers, |group| &weights.in_groups[group])[unit].clone()
+                let all = match way {
+                    WeightWay::FromOwners => &weights.gathers,
+                    WeightWay::PassedOn(group) => &weights.passed_on[group],
+                    WeightWay::InGroup(group) => &weights.in_groups[group],
+                };
+                all[unit].clone()
             }
             Key::Shards { part, tensor, window } => {
                 self.parts[0][tensor as usize][part as usize].gathers[window].clone()

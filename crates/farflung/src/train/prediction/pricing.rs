@@ -1,24 +1,27 @@
 //! Prices the list of a rank's step: computations become times, and messages, averages and votes become
 //! operations on the links that ranks share. Nothing is computed or sent.
 
+mod divided;
+
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 
 use farflung_base::{Axis, Nanos, Rank, StageId};
-use farflung_optim::{ReductionOrder, ReductionStep, Shards};
+use farflung_optim::{ReductionOrder, Shards};
 use farflung_parallel::pipeline::{
     Action, ComputeKind, Lowered, LoweredKind, Message, Op, Placement, StageCost,
 };
 use farflung_parallel::script::ScriptOp;
 use farflung_parallel::step::{Moment, RankStep, StepOp, Vote};
-use farflung_zoo::layer::LayerUnits;
+
+use divided::{ComingUnit, LeavingWindow};
 
 use super::layer_exchanges::LayerTurn;
-use super::operations::{BucketFacts, GradientHop, Key, LayerPass, Operations, PartFacts};
+use super::operations::{BucketFacts, Key, LayerPass, Operations, PartFacts};
 use crate::Result;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::executor::share;
-use crate::train::fetch_order::{Fetch, FetchOrder, own_elements};
+use crate::train::fetch_order::FetchOrder;
 
 /// Positions in a rank's list of ops.
 #[derive(Debug, Default)]
@@ -47,26 +50,6 @@ enum Average {
     /// Its buckets leave during the next backward pass.
     Open,
     Started,
-}
-
-/// A window of gradients on its way.
-#[derive(Debug)]
-struct LeavingWindow {
-    /// Its number in the order.
-    number: usize,
-    microbatch: u32,
-    range: usize,
-    window: usize,
-    /// The operation that it waits for.
-    operation: usize,
-}
-
-/// A unit of weights on its way, and its operation.
-#[derive(Debug)]
-struct ComingUnit {
-    unit: Range<usize>,
-    inside: bool,
-    number: usize,
 }
 
 /// State of a part on this rank.
@@ -285,62 +268,6 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         Ok(())
     }
 
-    /// Prices the computation of a pass that makes no gradients of weights. If weights are divided, those of
-    /// each layer arrive before it.
-    fn pass(&mut self, action: Action, kind: ComputeKind, took: Nanos) -> Result<()> {
-        let Some(weights) = &self.facts(action.stage).weights else {
-            self.compute(took);
-            return Ok(());
-        };
-        let layers = match kind {
-            ComputeKind::Forward => weights.forward.clone(),
-            ComputeKind::Recompute => weights.recompute.clone(),
-            _ => weights.backward.clone(),
-        };
-        let fetches = &mut self.state(action.stage).fetches;
-        fetches.begin(layers.clone());
-        let elements = fetches.elements();
-        for layer in layers {
-            self.fetch(action.stage, &layer)?;
-            self.compute(share(took, own_elements(&layer), elements));
-        }
-        Ok(())
-    }
-
-    /// Prices what a layer waits for, and starts to gather what the next one needs.
-    fn fetch(&mut self, stage: StageId, layer: &LayerUnits) -> Result<()> {
-        let tensor = self.operations.plan.at(self.rank).tensor;
-        let (steps, _) = self.state(stage).fetches.next(layer);
-        for step in steps {
-            match step {
-                Fetch::Drop(_) => {}
-                Fetch::Start(range) => {
-                    let units = self.facts(stage).weights.as_ref().map(|weights| &weights.units);
-                    let unit = units.and_then(|units| units.iter().position(|unit| *unit == range));
-                    let (unit, gathered) = (unit.expect("a unit of the part"), self.state(stage).gathered);
-                    let inside = self.state(stage).filled.contains(&range.start);
-                    let group = self.group(stage).filter(|_| inside);
-                    let home = self.placement().storage_stage(stage);
-                    let key = Key::Weights { stage: home, tensor, unit, number: gathered, group };
-                    let number = self.begin(key)?;
-                    let state = self.state(stage);
-                    state.gathered += 1;
-                    state.coming.push(ComingUnit { unit: range, inside, number });
-                }
-                Fetch::Wait(range) => {
-                    let coming = &mut self.state(stage).coming;
-                    let at = coming.iter().position(|coming| coming.unit == range);
-                    let unit = coming.swap_remove(at.expect("it was started before"));
-                    self.complete(unit.number);
-                    if !unit.inside && self.group(stage).is_some() {
-                        self.state(stage).filled.insert(range.start);
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// Prices the backward pass of a part's weights, or the `whole` one. If the average is open, each bucket
     /// leaves when it is final.
     fn backward(&mut self, action: Action, took: Nanos, whole: bool) -> Result<()> {
@@ -387,57 +314,6 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         }
         self.state(stage).average = Average::Started;
         Ok(())
-    }
-
-    /// Starts to sum a range of a microbatch's gradients into the shards, in its windows.
-    fn scatter(&mut self, action: Action, range: usize) -> Result<()> {
-        let Action { stage, microbatch, .. } = action;
-        let tensor = self.operations.plan.at(self.rank).tensor;
-        let group = self.group(stage);
-        for window in 0..self.facts(stage).reductions[range].len() {
-            for step in self.state(stage).order.start() {
-                let ReductionStep::Start(number) = step else {
-                    self.reduce(stage, step)?;
-                    continue;
-                };
-                let hop = GradientHop::Start(group.unwrap_or(0));
-                let key = Key::Gradients { stage, tensor, microbatch, range, window, hop };
-                let operation = self.begin(key)?;
-                let leaving = LeavingWindow { number, microbatch, range, window, operation };
-                self.state(stage).leaving.push(leaving);
-            }
-        }
-        Ok(())
-    }
-
-    /// Prices a step of a window of gradients that has left.
-    fn reduce(&mut self, stage: StageId, step: ReductionStep) -> Result<()> {
-        let tensor = self.operations.plan.at(self.rank).tensor;
-        let leaving = &mut self.state(stage).leaving;
-        match step {
-            ReductionStep::Start(_) => {}
-            ReductionStep::PassOn(number) => {
-                let found = leaving.iter().position(|window| window.number == number);
-                let at = found.expect("a window that has left");
-                let LeavingWindow { microbatch, range, window, operation, .. } = leaving[at];
-                self.complete(operation);
-                let hop = GradientHop::PassOn;
-                let key = Key::Gradients { stage, tensor, microbatch, range, window, hop };
-                let operation = self.begin(key)?;
-                self.state(stage).leaving[at].operation = operation;
-            }
-            ReductionStep::Arrive(number) => {
-                let found = leaving.iter().position(|window| window.number == number);
-                let window = leaving.remove(found.expect("a window that has left"));
-                self.complete(window.operation);
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns the number of this rank's group among those of a part's holders, if they are in groups.
-    fn group(&self, stage: StageId) -> Option<usize> {
-        self.facts(stage).groups.as_ref().map(|groups| groups.of(self.replica as usize))
     }
 
     /// Prices the exchanges of layers in a pass. The rank waits for each, or, of those along a ring, where it
@@ -499,7 +375,12 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
 
     fn state(&mut self, stage: StageId) -> &mut PartState {
         let in_groups = self.group(stage).is_some();
-        let new = || PartState { order: ReductionOrder::new(in_groups), ..PartState::default() };
+        let ahead = self.operations.plan.outermost().overlap;
+        let new = || PartState {
+            order: ReductionOrder::new(in_groups),
+            fetches: FetchOrder::new(ahead),
+            ..PartState::default()
+        };
         self.parts.entry(self.placement().storage_stage(stage)).or_insert_with(new)
     }
 
@@ -548,9 +429,7 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
     /// Waits for all averages of a part.
     fn finish_averages(&mut self, stage: StageId) -> Result<()> {
         self.begin_averages(stage)?;
-        for step in self.state(stage).order.finish() {
-            self.reduce(stage, step)?;
-        }
+        self.finish_reductions(stage)?;
         let exchanges: Vec<usize> = self.buckets(stage).iter().map(|bucket| bucket.exchanges.len()).collect();
         // Averages of several exchanges continue in the order of buckets, as in `Average`.
         for exchange in 0..exchanges.iter().copied().max().unwrap_or(0) {

@@ -21,6 +21,7 @@ use super::buckets::{averaging, scattering, sharing};
 use super::data::{Data, token_bytes};
 use super::rank_memory::RankMemory;
 use crate::config::choice::{Resume, StatePlace, StoreKind};
+use crate::config::zero::ZeroWithin;
 use crate::train::disk_state;
 use crate::{RunSettings, TrainConfig};
 
@@ -239,8 +240,13 @@ impl RankGroup<'_> {
             let state = config.share_of_state(at.data as usize, replicas);
             let units = position.units.saturating_mul(F32);
             // The units of a layer, and those of the next one on their way.
-            let weights =
-                if config.divides_weights() { state.of(model).saturating_add(units) } else { model };
+            let in_group = match config.zero_within {
+                ZeroWithin::No => 0,
+                ZeroWithin::Region => model.div_ceil(2),
+                ZeroWithin::Neighbours(count) => model.div_ceil(count.into()),
+            };
+            let divided = state.of(model).saturating_add(units).saturating_add(in_group);
+            let weights = if config.divides_weights() { divided } else { model };
             let versions = position.versions.saturating_mul(F32);
             need.add(MemoryPurpose::Parameters, weights.saturating_add(versions));
             let divided = state.of(model).saturating_add(units);

@@ -306,7 +306,7 @@ pub(in crate::train) fn divided_weights(
     }
     let number = zero::number_in_group(plan, at);
     let in_group = zero::shards_in_group(plan, model, at)?.map(|shards| shards.of(number).clone());
-    DividedWeights::new(model, shards, in_group).map(Some)
+    DividedWeights::new(model, shards, (in_group, plan.outermost().overlap)).map(Some)
 }
 
 /// Returns the initial values of a shard of a part's parameters.
