@@ -69,8 +69,9 @@ pub fn gather_from_owners(rank: Rank, counts: &[usize]) -> Program {
     Program::new(n, steps).with_counts(counts)
 }
 
-/// Returns the exchange in which each rank sends others `sent[r]` elements and receives `received[r]` of them, of
-/// which some may be none, all at once: blocks `0..n` of a buffer are sent, blocks `n..2n` are received.
+/// Returns the exchange in which each rank sends others `sent[r]` elements and receives `received[r]` of
+/// them, of which some may be none, all at once: blocks `0..n` of a buffer are sent, blocks `n..2n` are
+/// received.
 ///
 /// # Panics
 /// If there are not as many numbers of both.

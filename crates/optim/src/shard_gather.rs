@@ -12,8 +12,8 @@ use crate::{OptimError, ShardCoder, ShardGroups, Shards};
 
 impl Shards {
     /// Starts to gather a range of the flat buffers from the ranks that have it. `own` has this rank's shard
-    /// alone, all of it; all ranks get them as `coder` returns them. A collective: all ranks must start the same
-    /// ranges in the same order.
+    /// alone, all of it; all ranks get them as `coder` returns them. A collective: all ranks must start the
+    /// same ranges in the same order.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -76,9 +76,9 @@ impl Shards {
 }
 
 impl Shards {
-    /// Like [`Shards::start_gather`], where ranks are in groups: of each owner's part, one rank of each group gets
-    /// the bytes, and passes them on inside the group, whose communicator is `own`. What enters a group is then
-    /// as much as for one rank of it.
+    /// Like [`Shards::start_gather`], where ranks are in groups: of each owner's part, one rank of each group
+    /// gets the bytes, and passes them on inside the group, whose communicator is `own`. What enters a group
+    /// is then as much as for one rank of it.
     ///
     /// Errors: as [`Shards::start_gather`].
     ///

@@ -71,8 +71,8 @@ impl ShardGroups {
         if self.adder(self.of(from), to) == from { bytes(lengths[to]) } else { 0 }
     }
 
-    /// Returns how many bytes a rank sends to another of what it owns, when all ranks get it: to the one of each
-    /// group that passes it on.
+    /// Returns how many bytes a rank sends to another of what it owns, when all ranks get it: to the one of
+    /// each group that passes it on.
     #[must_use]
     pub fn entering(
         &self,

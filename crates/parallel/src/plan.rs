@@ -98,12 +98,13 @@ pub struct Plan {
     /// Whether each tensor is in one shard, for optimizers that work on whole tensors. Shards are then as long
     /// as their weights say up to half a tensor.
     pub zero_tensors: bool,
-    /// How what they send each other is encoded with 3, as the names of two codecs, of weights and of gradients:
+    /// How what they send each other is encoded with 3, as the names of two codecs, of weights and of
+    /// gradients:
     /// `int8,int4`; or `none`.
     pub zero_codec: String,
     /// Groups of replicas that each have all parameters once more, divided among them: those that have been
-    /// gathered once are gathered inside the group until the next update, and gradients are added up there first
-    /// (Wang et al. 2023, "ZeRO++"). Empty: no groups.
+    /// gathered once are gathered inside the group until the next update, and gradients are added up there
+    /// first (Wang et al. 2023, "ZeRO++"). Empty: no groups.
     pub zero_groups: Vec<Vec<u32>>,
     /// Name of each rank's machine, as in [`Cluster::rank_names`](crate::Cluster::rank_names).
     pub machines: Vec<String>,

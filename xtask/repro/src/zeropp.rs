@@ -1,5 +1,5 @@
-//! Weights and gradients of stage 3 of ZeRO in few bits, and between groups of replicas once (ZeRO++): the times
-//! that were published, on the virtual clock; bytes between regions; the loss.
+//! Weights and gradients of stage 3 of ZeRO in few bits, and between groups of replicas once (ZeRO++): the
+//! times that were published, on the virtual clock; bytes between regions; the loss.
 
 use std::fmt::Write as _;
 
@@ -31,8 +31,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     losses(report, &nano, options)
 }
 
-/// Compares the slice with which each rank of `nodes` nodes of `each` ranks ends, if ranks of a node add up what
-/// is in the order of slices, and if it is in the order that ends well.
+/// Compares the slice with which each rank of `nodes` nodes of `each` ranks ends, if ranks of a node add up
+/// what is in the order of slices, and if it is in the order that ends well.
 fn slices(report: &mut Report<'_>) -> Result<()> {
     for (nodes, each) in [(2, 4), (3, 2), (4, 2)] {
         let rank = |node: usize, local: usize| node * each + local;

@@ -446,9 +446,10 @@ settings! {
         /// Codecs of the weights and of the gradients that replicas send each other with --zero 3, such as
         /// int8,int4 (ZeRO++): blocks of rounded values, without memory.
         @zero_codec: ZeroCodecs, "W,G|none", ZeroCodecs::default();
-        /// Inside which replicas divide the weights once more with --zero 3 (ZeRO++): region (those with fast links
-        /// between them) or a number of neighbours. Weights then come from other regions once an update, for
-        /// another copy of them in each region, and gradients are added up there before they leave.
+        /// Inside which replicas divide the weights once more with --zero 3 (ZeRO++): region (those with fast
+        /// links between them) or a number of neighbours. Weights then come from other regions once an
+        /// update, for another copy of them in each region, and gradients are added up there before they
+        /// leave.
         @zero_within: ZeroWithin, "no|region|N", ZeroWithin::No;
         /// Where the optimizer's state is between updates: device (in memory) or disk, from which each update
         /// reads it, and to which it writes it back with the weights, so that a run that is killed continues

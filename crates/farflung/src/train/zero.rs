@@ -143,7 +143,8 @@ pub(super) fn weights(shards: &Shards, range: &Range<usize>, codec: Option<Codec
     }
 }
 
-/// Returns the transfers of a range of weights where holders are in groups: between them, and by group inside it.
+/// Returns the transfers of a range of weights where holders are in groups: between them, and by group inside
+/// it.
 pub(super) fn weights_by_groups(
     shards: &Shards,
     groups: &ShardGroups,
