@@ -534,6 +534,15 @@ fn replicas_divide_the_optimizers_state_by_weights() {
     let tensors = Plan { zero_tensors: true, ..divided.clone() };
     tensors.check().unwrap();
     assert_eq!(tensors.to_string().parse::<Plan>().unwrap(), tensors);
+    let coded = Plan { zero_codec: "int8,int4".to_owned(), microbatches: vec![4, 4], ..on(3, &[]) };
+    coded.check().unwrap();
+    assert_eq!(coded.to_string().parse::<Plan>().unwrap(), coded);
+    let pairs = vec![vec![0, 1], vec![2, 3]];
+    let four = Plan { zero_groups: pairs.clone(), ..coded };
+    assert!(
+        four.to_string().contains("zero_codec = \"int8,int4\"\nzero_groups = [[0, 1], [2, 3]]\n"),
+        "{four}"
+    );
     // No two ranks hold the same: each place of a pipeline is in both replicas.
     let places = |plan: &Plan| {
         let mut places: Vec<u32> = (0..plan.ranks()).map(|rank| plan.place(Rank(rank))).collect();
@@ -547,7 +556,12 @@ fn replicas_divide_the_optimizers_state_by_weights() {
         (on(1, &[1, 1, 1]), "expected 2 weights"),
         (on(1, &[0, 0]), "at least one above 0"),
         (on(4, &[]), "`zero` is 4, expected 0 to 3"),
-        (on(3, &[]), "stage 3 of ZeRO"),
+        (
+            Plan { zero_codec: "int8,int4".to_owned(), ..on(2, &[]) },
+            "`zero_codec` is int8,int4, expected none",
+        ),
+        (Plan { zero_groups: pairs.clone(), ..on(2, &[]) }, "expected nothing, because replicas do not"),
+        (Plan { zero_groups: pairs, ..on(3, &[]) }, "at least two groups of at least two of the 2 replicas"),
         (Plan { microbatches: vec![2, 1], ..on(2, &[]) }, "of which they have unequal numbers"),
         (Plan { zero_tensors: true, ..plan() }, "`zero_tensors` is true, expected false"),
         (Plan { levels: two_levels(), ..on(1, &[]) }, "two levels"),
