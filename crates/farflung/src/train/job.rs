@@ -24,7 +24,7 @@ use super::round_plan::RoundPlan;
 use super::text_parts::TextParts;
 use super::text_tokens::check_tokens;
 use super::token_rows::fits;
-use super::{averages, combination, costs, divided_plan, division, links, planned};
+use super::{averages, combination, costs, division, links, planned};
 use crate::config::choice::{BalanceKind, SamplingKind};
 use crate::signals::Stop;
 use crate::{Error, Result, RunSettings, TrainConfig, corpus, model_shape};
@@ -209,7 +209,6 @@ impl Job {
         let config = &self.config;
         combination::check(config, &plan)?;
         planned::check_warmup(config, &plan)?;
-        divided_plan::check_divided_table(&self.model, &plan)?;
         division::check(&plan, &self.model)?;
         let plan = averages::resolve(plan, &self.model, config, self.cluster.as_ref())?;
         let rates = costs::rates(config, &self.model, &plan, self.cluster.as_ref());
@@ -511,7 +510,6 @@ impl Decided {
             plan = planned::with_rates(&plan, (&config, model), &rates)?;
         }
         planned::check_warmup(&run, &plan)?;
-        divided_plan::check_divided_table(model, &plan)?;
         Ok(Self { config, plan, cluster, rates })
     }
 }

@@ -190,7 +190,7 @@ fn of_rank(
         }
     }
     if schedule.is_tied_across() && placement.end_of(position).is_some() {
-        let tables = executor.parts.values().map(|part| part.stage.shared_table_bytes());
+        let tables = executor.parts.values().map(|part| part.table_in_grads().len() as u64 * F32);
         messages += exchange::held(tables.max().unwrap_or(0), exchange::ahead(config.state));
     }
     Ok(StepMemory {

@@ -21,7 +21,7 @@ mod deadline;
 mod decoder;
 mod disk_state;
 mod divided_gradients;
-mod divided_plan;
+
 mod divided_weights;
 mod division;
 pub mod elastic;
@@ -50,6 +50,7 @@ mod prediction;
 mod prices;
 mod record;
 mod repeat;
+mod replica_groups;
 mod report;
 mod resync;
 mod plan_start;

@@ -577,6 +577,14 @@ impl Part {
         self.stage.shared_table().unwrap_or_default()
     }
 
+    /// Returns the place in the gradients of what this rank has of such a table.
+    pub(super) fn table_in_grads(&self) -> Range<usize> {
+        match &self.divided {
+            Some(_) => self.own_gradients(&self.table()).into_iter().next().unwrap_or_default(),
+            None => self.table(),
+        }
+    }
+
     /// Returns the first element of the flat buffers behind such a table.
     pub(super) fn behind_table(&self) -> usize {
         let next = self.stage.layout().params().get(1).map_or(self.params.shape().len(), |next| next.start);

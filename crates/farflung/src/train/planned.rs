@@ -16,9 +16,10 @@ use farflung_zoo::ModelSpec;
 
 use super::bound_plan::{BoundLevel, BoundPlan};
 use super::costs::Work;
-use super::divided_plan;
+
 use super::division;
 use super::links;
+use super::replica_groups;
 use crate::config::choice::SyncKind;
 use crate::config::local_steps::LocalStepsKind;
 use crate::config::pools::Numbers;
@@ -136,7 +137,7 @@ pub(super) fn divided(
         } else {
             NO_CODEC.to_owned()
         },
-        zero_groups: divided_plan::zero_groups(config, (world, cluster), replicas)?,
+        zero_groups: replica_groups::zero_groups(config, (world, cluster), replicas)?,
         machines: machines(world, cluster),
         precision: config.precision,
         batch: small("batch", config.batch)?,

@@ -79,7 +79,7 @@ impl TiedGroup {
 
 impl TableExchange {
     fn start(&mut self, part: &Part) -> Result<Exchange> {
-        Exchange::start(self.next(), &part.grads, part.table())
+        Exchange::start(self.next(), &part.grads, part.table_in_grads())
     }
 
     /// Returns the ranks of the next exchange.
@@ -132,7 +132,7 @@ impl TiedTable {
                 };
                 let users = (find(Placement::is_last), find(Placement::is_first));
                 let (Some(head), Some(embedding)) = users else { return Ok(()) };
-                for window in windows(&(0..parts[&head].table().len())) {
+                for window in windows(&(0..parts[&head].table_in_grads().len())) {
                     let mut sum = table(&parts[&head], &window)?;
                     let more = table(&parts[&embedding], &window)?;
                     sum.iter_mut().zip(more).for_each(|(sum, part)| *sum += part);
@@ -198,7 +198,7 @@ impl TiedTable {
 
 /// Returns a window of a part's gradient of the table.
 fn table(part: &Part, window: &Range<usize>) -> Result<Vec<f32>> {
-    let start = part.table().start + window.start;
+    let start = part.table_in_grads().start + window.start;
     Ok(part.grads.view().part(start, window.len())?.to_vec::<f32>()?)
 }
 
@@ -209,7 +209,7 @@ fn write(
     sum: &[f32],
 ) -> Result<()> {
     let part = parts.get_mut(&stage).expect("the table's users are on this rank");
-    let start = part.table().start + window.start;
+    let start = part.table_in_grads().start + window.start;
     Ok(part.grads.view_mut().part(start, window.len())?.write(sum)?)
 }
 

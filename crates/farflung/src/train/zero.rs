@@ -32,7 +32,14 @@ pub(super) fn shards(plan: &Plan, stage: &Stage) -> Result<Option<Shards>> {
     }
     let layout = stage.layout();
     let units: Vec<Range<usize>> = if plan.divides_gradients() {
-        stage.backward_ranges().into_iter().rev().collect()
+        let units = stage.backward_ranges().into_iter().rev();
+        let table = stage.shared_table().map_or(0, |table| table.end.next_multiple_of(UNIT));
+        // Two stages have the same shards of the table that both have.
+        let cut = |unit: Range<usize>| match unit.start {
+            0 if table > 0 => [0..table.min(unit.end), table.min(unit.end)..unit.end],
+            _ => [unit.clone(), unit.end..unit.end],
+        };
+        units.flat_map(cut).filter(|unit| !unit.is_empty()).collect()
     } else {
         std::iter::once(0..layout.len()).collect()
     };

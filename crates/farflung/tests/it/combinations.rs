@@ -46,7 +46,7 @@ fn with(config: &TrainConfig, values: &[(&str, &str)]) -> TrainConfig {
 
 /// Returns the jobs of one process whose data and models the others take: of a GPT, of a mixture whose router
 /// takes each token by itself, as slices of sequences need it, and of a model with a head of its own.
-fn wholes(base: &TrainConfig) -> [Job; 3] {
+fn wholes(base: &TrainConfig) -> [Job; 2] {
     let gpt = TrainConfig { workers: 1, ..base.clone() };
     let mixture = TrainConfig {
         model: "mixtral-nano".to_owned(),
@@ -54,19 +54,12 @@ fn wholes(base: &TrainConfig) -> [Job; 3] {
         balance_loss: Some(0.0),
         ..gpt.clone()
     };
-    let untied = TrainConfig { model: "llama-7b".to_owned(), ..gpt.clone() };
-    [gpt, mixture, untied].map(|config| Job::new(config, 1, Stop::manual()).unwrap())
+    [gpt, mixture].map(|config| Job::new(config, 1, Stop::manual()).unwrap())
 }
 
-/// Returns the job of a run: of the mixture if its experts are divided, and of the model with a head of its
-/// own if gradients are, which two stages with one table would add up.
-fn job_of(wholes: &[Job; 3], config: &TrainConfig) -> Result<Job, Error> {
-    let model = match (config.expert, config.zero) {
-        (2.., _) => 1,
-        (_, 2..) => 2,
-        _ => 0,
-    };
-    wholes[model].with_config(config.clone(), config.workers)
+/// Returns the job of a run: of the mixture if its experts are divided.
+fn job_of(wholes: &[Job; 2], config: &TrainConfig) -> Result<Job, Error> {
+    wholes[usize::from(config.expert > 1)].with_config(config.clone(), config.workers)
 }
 
 /// Returns one function per rank that opens its connection; ranks are threads of this process over any

@@ -7,7 +7,6 @@ use super::candidate::rank_memory;
 use super::plan_request::PlanRequest;
 use super::ranking::too_small;
 use crate::Result;
-use crate::train::divided_plan::check_divided_table;
 use crate::train::memory::{StepMemory, planned_memory};
 
 /// The unit of weights that follow memory.
@@ -45,7 +44,7 @@ impl PlanRequest<'_> {
         let mut equal = Plan { zero, ..plan.clone() };
         // Gradients go to their owners, whatever the algorithm: one plan for all.
         equal.levels.iter_mut().for_each(|level| level.algorithm = Level::unless_told(&level.codec));
-        if equal.check().is_err() || check_divided_table(self.model, &equal).is_err() {
+        if equal.check().is_err() {
             return Ok(None);
         }
         let held = planned_memory(&equal, self.model, self.cluster)?;

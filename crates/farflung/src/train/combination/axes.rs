@@ -11,6 +11,7 @@ use farflung_zoo::Objective;
 use crate::TrainConfig;
 use crate::config::choice::{OptimizerKind, SamplingKind, StatePlace, SyncKind, TransportName};
 use crate::config::value::Setting;
+use crate::config::zero::ZeroWithin;
 use crate::transports::{IROH, MPI, MPI_NATIVE};
 
 /// An axis: a setting with one value per run.
@@ -30,6 +31,9 @@ const NO_STAGES: &str = "no-stages";
 
 /// Value of the axis of tensor ranks at which they divide sequences, too.
 const TWO_AND_SEQUENCES: &str = "2-sequences";
+
+/// Value of the axis of ZeRO at which replicas divide weights in groups, and encode them, too.
+const THREE_IN_GROUPS: &str = "3-in-groups";
 
 /// Parses a value of an axis.
 fn read<T: Setting>(text: &str) -> T {
@@ -115,18 +119,13 @@ pub const AXES: &[Axis] = &[
     },
     Axis {
         name: "zero",
-        values: || words(["0", "1", "2", "3"]),
-        set: |config, value| config.zero = read(value),
-    },
-    Axis {
-        name: "zero-codec",
-        values: || words(["none", "int8,int4"]),
-        set: |config, value| config.zero_codec = read(value),
-    },
-    Axis {
-        name: "zero-within",
-        values: || words(["no", "2"]),
-        set: |config, value| config.zero_within = read(value),
+        values: || words(["0", "1", "2", "3", THREE_IN_GROUPS]),
+        set: |config, value| {
+            let in_groups = value == THREE_IN_GROUPS;
+            config.zero = if in_groups { 3 } else { read(value) };
+            config.zero_within = if in_groups { ZeroWithin::Neighbours(2) } else { ZeroWithin::No };
+            config.zero_codec = read(if in_groups { "int8,int4" } else { "none" });
+        },
     },
     Axis {
         name: "state",

@@ -153,8 +153,8 @@ pub(super) struct PartFacts {
     pub(super) gathers: Vec<Operation>,
     /// How passes get the weights, if holders keep shards of them.
     pub(super) weights: Option<WeightFacts>,
-    /// Bytes of a token table that the last part has too.
-    shared_table: u64,
+    /// Bytes of the gradient of a token table that the last part has too, by replica if each has a shard.
+    shared_table: Vec<u64>,
     layers: LayerExchanges,
 }
 
@@ -288,7 +288,13 @@ impl PartFacts {
             gathers: among(shards.iter().flat_map(|shards| zero::gathers(plan, shards)).collect()),
             weights: WeightFacts::of((plan, model), schedule, (part as usize, at), &all)?,
             ranges: ranges.iter().map(|range| range.len() as u64).collect(),
-            shared_table: stage.shared_table_bytes(),
+            shared_table: match (divided, stage.shared_table()) {
+                (Some(shards), Some(table)) => {
+                    let of = |len: usize| (len * size_of::<f32>()) as u64;
+                    shards.within(&table).lengths().into_iter().map(of).collect()
+                }
+                _ => vec![stage.shared_table_bytes()],
+            },
             layers: LayerExchanges::of(plan, model, schedule, (part as usize, at))?,
         })
     }
@@ -430,14 +436,22 @@ impl<'a> Operations<'a> {
             }
             Key::Table { first, .. } | Key::TakenTable { first } => {
                 let pipeline = self.plan.group(first, Axis::Pipeline);
-                let bytes = Bytes(self.part(0, first).shared_table);
+                let tables = &self.part(0, first).shared_table;
+                let own = tables.get(self.plan.at(first).data as usize).or(tables.first());
+                let bytes = Bytes(own.copied().unwrap_or(0));
                 let mut ways: Vec<(Rank, Rank)> =
                     TiedGroup::of(schedule.placement()).into_iter().flat_map(|group| group.ways).collect();
                 if let Key::TakenTable { .. } = key {
                     // The average of the first stage is used for both.
                     ways.retain(|(from, _)| schedule.placement().homes_of(*from).any(|s| s.0 % depth == 0));
                 }
-                messages(ways.into_iter().map(|(a, b)| (pipeline[a.index()], pipeline[b.index()])), bytes)
+                let ways = ways.into_iter().map(|(a, b)| (pipeline[a.index()], pipeline[b.index()]));
+                let mut table = messages(ways, bytes);
+                if bytes.0 == 0 {
+                    // Both have nothing of the table, and send no message.
+                    table.parts.values_mut().for_each(|part| part.lanes.clear());
+                }
+                table
             }
             Key::Vote(vote, voters) => {
                 let numbers = match vote {

@@ -28,8 +28,10 @@ impl Trainer {
         // they get the same updates on the same device.
         if let TiedTable::Across(TableExchange { between, stage, .. }) = tied {
             let part = parts.get_mut(stage).expect("it is this rank's user of the table");
-            let table = part.table();
-            comparison.mend(&between.group, &mut part.params, table)?;
+            if part.weights.is_none() {
+                let table = part.table();
+                comparison.mend(&between.group, &mut part.params, table)?;
+            }
         }
         let found = comparison.done()?;
         if found.distance > 0.0 {

@@ -112,7 +112,7 @@ impl Trainer {
             if compared {
                 copies.extend(told("parameters", params));
                 let table = part.table();
-                if !table.is_empty() {
+                if !table.is_empty() && part.weights.is_none() {
                     let values = part.params.view().part(table.start, table.len())?;
                     let mut hasher = Hasher::default();
                     hasher.update(&values.to_vec::<f32>()?);

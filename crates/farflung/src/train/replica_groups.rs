@@ -1,23 +1,11 @@
-//! What replicas divide, as a plan has it: their groups, and models of which they cannot.
+//! The groups of replicas that divide weights once more, as settings describe them.
 
 use farflung_base::Rank;
-use farflung_parallel::{Cluster, Plan};
-use farflung_zoo::ModelSpec;
-use farflung_zoo::spec::HeadSpec;
+use farflung_parallel::Cluster;
 
 use super::links;
 use crate::config::zero::ZeroWithin;
 use crate::{Error, Result, TrainConfig};
-
-/// Checks that no two parts share a token table whose gradient each holder would keep a shard of.
-pub(super) fn check_divided_table(model: &ModelSpec, plan: &Plan) -> Result<()> {
-    if !plan.divides_gradients() || plan.parts.len() == 1 || model.head != HeadSpec::Tied {
-        return Ok(());
-    }
-    let expected = "0 or 1 for a model whose head is its token table: the first and the last stage add up the \
-                    table's gradients, which differ in their shards";
-    Err(Error::Setting { field: "zero", value: plan.zero.to_string(), expected: expected.to_owned() })
-}
 
 /// Returns the groups of replicas that divide weights once more; none if there would be one group.
 pub(super) fn zero_groups(
