@@ -1,7 +1,9 @@
 //! Exchanges with the owners of parts of a buffer.
 
-use farflung_base::{AccessLink, Bandwidth, Rank, Topology, operation::isolated_time};
-use farflung_comm::{ReduceOp, gather_from_owners, owners_operation, scatter_to_owners};
+use farflung_base::{AccessLink, Bandwidth, Bytes, Rank, Topology, operation::isolated_time};
+use farflung_comm::{
+    ReduceOp, gather_from_owners, owners_operation, scatter_to_owners, uneven_all_to_all_operation,
+};
 
 use crate::common::{TRANSPORTS, on_ranks, over};
 
@@ -80,6 +82,38 @@ fn owners_take_the_time_of_what_they_send() {
             assert!((last / price - 1.0).abs() < 0.01, "{counts:?} {number}: {last} s, priced {price}");
         }
     }
+}
+
+/// Numbers of elements that ranks send each other, of which some are none: values, and virtual time as the price.
+#[test]
+fn uneven_parts_reach_all_ranks_in_one_latency() {
+    let sent = |from: usize, to: usize| [40_000, 0, 7, 90_000][(from + 2 * to) % 4];
+    let value = |from: usize, to: usize| (10 * from + to) as u8;
+    for (name, cluster) in TRANSPORTS {
+        on_ranks(cluster(3), |comm| {
+            let me = comm.rank().index();
+            let of = |to| vec![value(me, to); sent(me, to)];
+            let data: Vec<u8> = (0..3).flat_map(of).collect();
+            let counts = |count: &dyn Fn(usize) -> usize| (0..3).map(count).collect::<Vec<_>>();
+            let [out, into] = [counts(&|to| sent(me, to)), counts(&|from| sent(from, me))];
+            let found = comm.start_uneven_all_to_all(&data, &out, &into).wait().unwrap();
+            let want: Vec<u8> = (0..3).flat_map(|from| vec![value(from, me); sent(from, me)]).collect();
+            assert!(found == want, "{name}");
+        });
+    }
+    let topology = Topology::uniform(3, "8mbit,10ms".parse().unwrap());
+    let operation = uneven_all_to_all_operation(3, |from, to| Bytes(sent(from, to) as u64));
+    let price = isolated_time(&operation, &topology).as_secs_f64();
+    let times = on_ranks(over(&topology), |comm| {
+        let me = comm.rank().index();
+        let counts = |count: &dyn Fn(usize) -> usize| (0..3).map(count).collect::<Vec<_>>();
+        let [out, into] = [counts(&|to| sent(me, to)), counts(&|from| sent(from, me))];
+        let data = vec![1_u8; out.iter().sum()];
+        comm.start_uneven_all_to_all(&data, &out, &into).wait().unwrap();
+        comm.now().as_secs_f64()
+    });
+    let last = times.into_iter().fold(0.0, f64::max);
+    assert!((last / price - 1.0).abs() < 0.01, "{last} s, priced {price}");
 }
 
 /// Ranks whose uplinks are slower than their downlinks send side by side, not one after the other in rank

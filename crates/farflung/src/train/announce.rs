@@ -87,8 +87,8 @@ fn zero_note(job: &Job, trainer: &Trainer) -> String {
             };
             return format!(
                 "{replicas} replicas divide the optimizer's state, the gradients and the weights{by}: {often}, \
-                 with each microbatch, all ranks together send {sent} of gradients to those that update them, \
-                 and this rank gathers {gathered} of weights for its layers{coded}{groups}; at the end no text \
+                 all ranks together send {sent} of gradients to those that update them, and this rank has \
+                 {gathered} of weights in its layers, of which it keeps its share and gets the rest{coded}{groups}; at the end no text \
                  is generated"
             );
         }

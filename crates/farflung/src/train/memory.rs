@@ -180,6 +180,11 @@ fn of_rank(
             averages.buckets + averages.messages + averages.residuals
         };
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
+        if plan.divides_weights() {
+            // A unit that has arrived, before it is a tensor.
+            let units = executor.parts.values().flat_map(|part| part.stage.backward_ranges());
+            messages += units.map(|unit| unit.len() as u64 * F32).max().unwrap_or(0);
+        }
         if plan.divides_state() {
             let bytes = sharing(averaged_bytes.into(), own.into(), holders, bucket);
             let sums = if plan.divides_gradients() { 0 } else { bytes.sums };

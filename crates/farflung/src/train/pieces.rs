@@ -222,19 +222,23 @@ pub(super) fn with_values<'a, T>(
 }
 
 impl Piece<'_> {
-    /// Returns what this rank has of it: all, or its piece of it; `None` if it has nothing.
-    pub(super) fn here(&self) -> Option<Self> {
+    /// Returns what this rank has of it, in the order in which the pieces are joined: all, or its pieces of it,
+    /// or nothing.
+    pub(super) fn here(&self) -> Vec<Self> {
         let (name, shape) = (self.name.clone(), self.shape.clone());
         match &self.values {
             PieceValues::Flat(flat, start) => {
-                Some(Self { name, shape, cut: self.cut, values: PieceValues::Flat(*flat, *start) })
+                vec![Self { name, shape, cut: self.cut, values: PieceValues::Flat(*flat, *start) }]
             }
-            PieceValues::Divided(divided) => divided.holders.iter().find_map(|holder| {
-                let (flat, start) = holder.own?;
-                let (shape, values) = (divided.shape_of(holder), PieceValues::Flat(flat, start));
-                Some(Self { name: name.clone(), shape, cut: true, values })
-            }),
-            PieceValues::Host(_) | PieceValues::Elsewhere(_) => None,
+            PieceValues::Divided(divided) => {
+                let own = divided.holders.iter().filter_map(|holder| {
+                    let (flat, start) = holder.own?;
+                    let (shape, values) = (divided.shape_of(holder), PieceValues::Flat(flat, start));
+                    Some(Self { name: name.clone(), shape, cut: true, values })
+                });
+                own.collect()
+            }
+            PieceValues::Host(_) | PieceValues::Elsewhere(_) => Vec::new(),
         }
     }
 

@@ -131,6 +131,34 @@ fn divided_gradients_and_weights_have_the_bits_of_whole_ones() {
     }
 }
 
+/// Where the border between two units is within the first tensor of the second one, a rank can have two pieces of
+/// that tensor.
+#[test]
+fn a_tensor_of_which_a_rank_has_two_pieces_is_saved() {
+    let run = llama();
+    let sizes = [("hidden_size", 64.into()), ("intermediate_size", 160.into())];
+    describe(&run, "wide.json", &[&sizes[..], &[("tie_word_embeddings", false.into())]].concat());
+    for (name, args) in [
+        ("two", "--workers 2"),
+        ("stages", "--workers 4 --stages 2 --microbatches 2"),
+        ("shares", "--workers 3 --zero-weights 3,0,1"),
+    ] {
+        let args = format!("--model wide.json --digest-every 1 {args}");
+        done(&run, &format!("{name}-2"), &format!("{args} --zero 2"));
+        done(&run, &format!("{name}-3"), &format!("{args} --zero 3"));
+        assert!(weights(&run, &format!("{name}-3"), 3) == weights(&run, &format!("{name}-2"), 3), "{args}");
+        let digests = |out: &str| -> Vec<String> {
+            let lines = fs::read_to_string(run.at(out).join("metrics.jsonl")).unwrap();
+            let digest =
+                |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap()["digest"].to_string();
+            lines.lines().map(digest).collect()
+        };
+        assert_eq!(digests(&format!("{name}-3")), digests(&format!("{name}-2")), "{args}");
+        let more = format!("{args} --zero 3 --steps 4 --resume auto");
+        assert_eq!(done(&run, &format!("{name}-3"), &more).last().unwrap().step, 4);
+    }
+}
+
 /// Groups change the order of sums alone; codecs change what is sent, and all ranks the same way.
 #[test]
 fn weights_pass_between_groups_once_an_update_and_in_few_bits() {

@@ -21,8 +21,7 @@ use farflung::{Error, Result};
 ///
 /// For GPT-2's family the formulas are those of Megatron and DeepSpeed: activations in 16 bits, the first stage
 /// of a pipeline under 1F1B. For other families, parameters are counted exactly, and activations are those that
-/// our layers keep, in f32. Our trainer divides layers, their width, the batch and experts; ZeRO is only
-/// estimated here.
+/// our layers keep, in f32. It is an estimate before any plan; `farflung train` says what a run takes.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung plan memory --model gpt3-175b

@@ -239,13 +239,13 @@ impl RankGroup<'_> {
         if here {
             let state = config.share_of_state(at.data as usize, replicas);
             let units = position.units.saturating_mul(F32);
-            // The units of a layer, and those of the next one on their way.
+            // The units of a layer, and those of the next one on their way, which are copied when they arrive.
             let in_group = match config.zero_within {
                 ZeroWithin::No => 0,
                 ZeroWithin::Region => model.div_ceil(2),
                 ZeroWithin::Neighbours(count) => model.div_ceil(count.into()),
             };
-            let divided = state.of(model).saturating_add(units).saturating_add(in_group);
+            let divided = state.of(model).saturating_add(2 * units).saturating_add(in_group);
             let weights = if config.divides_weights() { divided } else { model };
             let versions = position.versions.saturating_mul(F32);
             need.add(MemoryPurpose::Parameters, weights.saturating_add(versions));

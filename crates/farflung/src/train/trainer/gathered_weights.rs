@@ -173,7 +173,7 @@ impl Trainer {
         if !self.is_divided() || self.gathers() {
             return Ok(());
         }
-        self.send_tensors(stored, |_| true)
+        self.send_tensors(Some(stored), |_| true)
     }
 
     /// Returns whether several ranks have pieces of a tensor.
@@ -188,8 +188,7 @@ impl Trainer {
             return Ok(Vec::new());
         }
         if !self.gathers() {
-            let stored = StoredLayout::of(self.stage().spec());
-            self.send_tensors(&stored, |spec| self.is_divided_tensor(spec))?;
+            self.send_tensors(None, |spec| self.is_divided_tensor(spec))?;
             return Ok(Vec::new());
         }
         let (mut incoming, mut digests) = (self.receive_weights(true), Vec::new());
@@ -212,26 +211,33 @@ impl Trainer {
         Ok(digests)
     }
 
-    /// Sends this rank's tensors, or its pieces of them, to the rank that has the model then. Returns when that
-    /// rank has those of all ranks.
-    fn send_tensors(&self, stored: &StoredLayout, wanted: impl Fn(&TensorSpec) -> bool) -> Result<()> {
+    /// Sends this rank's tensors, or its pieces of them, to the rank that has the model then: whole tensors as
+    /// files have them, or as memory has them. Returns when that rank has those of all ranks.
+    fn send_tensors(
+        &self,
+        as_stored: Option<&StoredLayout>,
+        wanted: impl Fn(&TensorSpec) -> bool,
+    ) -> Result<()> {
+        let of_files = StoredLayout::of(self.stage().spec());
+        let stored = as_stored.unwrap_or(&of_files);
         let comm = self.comm();
         let mut unanswered = 0;
         let (gives, to) = (self.givers.replicas.contains(&self.replica), self.givers.to);
         for tensor in self.owned()?.iter().filter(|tensor| gives && wanted(&tensor.spec)) {
-            let piece = self.piece(tensor)?;
-            let Some(piece) = piece.here() else { continue };
-            let sent = piece.stored_values(stored, |values| {
-                for chunk in values.chunks(CHUNK_LEN) {
-                    while unanswered == CHUNK_WINDOW {
-                        unanswered -= usize::from(answer(comm, to)? == Answer::Taken);
+            for mut piece in self.piece(tensor)?.here() {
+                piece.cut |= as_stored.is_none();
+                let sent = piece.stored_values(stored, |values| {
+                    for chunk in values.chunks(CHUNK_LEN) {
+                        while unanswered == CHUNK_WINDOW {
+                            unanswered -= usize::from(answer(comm, to)? == Answer::Taken);
+                        }
+                        comm.start_send(to, CHUNK, le_bytes(chunk)).wait()?;
+                        unanswered += 1;
                     }
-                    comm.start_send(to, CHUNK, le_bytes(chunk)).wait()?;
-                    unanswered += 1;
-                }
-                Ok::<_, Error>(())
-            });
-            sent??;
+                    Ok::<_, Error>(())
+                });
+                sent??;
+            }
         }
         while answer(comm, to)? != Answer::Over {}
         Ok(())
