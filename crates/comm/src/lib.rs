@@ -92,8 +92,8 @@ pub use ordered::{
     ordered_tree_reduce,
 };
 pub use owners::{
-    gather_bytes_from_owners, gather_from_owners, owners_operation, scatter_to_owners, uneven_all_to_all,
-    uneven_all_to_all_operation, waiting_at_owner,
+    gather_from_owners, owners_operation, scatter_to_owners, uneven_all_to_all, uneven_all_to_all_operation,
+    waiting_at_owner,
 };
 pub use ring::{bidirectional_ring, pipelined_ring, ring, ring_all_gather, ring_reduce_scatter};
 pub use scan::{chain_exclusive_scan, chain_scan, doubling_exclusive_scan, doubling_scan};

@@ -57,30 +57,16 @@ pub const fn waiting_at_owner(own: usize) -> usize {
 /// If `counts` has no such rank.
 #[must_use]
 pub fn gather_from_owners(rank: Rank, counts: &[usize]) -> Program {
-    gather(rank, counts, CHUNK)
-}
-
-/// Like [`gather_from_owners`], of bytes.
-#[must_use]
-pub fn gather_bytes_from_owners(rank: Rank, counts: &[usize]) -> Program {
-    gather(rank, counts, CHUNK * size_of::<f32>())
-}
-
-fn gather(rank: Rank, counts: &[usize], chunk: usize) -> Program {
     let (n, me) = (counts.len(), rank.index());
-    let chunks = counts.iter().max().map_or(1, |most| most.div_ceil(chunk).max(1));
-    let after = || (1..n).map(|i| (me + i) % n).filter(|_| counts[me] > 0);
-    let before = || (1..n).map(|i| (me + n - i) % n).filter(|&r| counts[r] > 0);
-    let block = |r: usize, chunk: usize| r * chunks + chunk..r * chunks + chunk + 1;
-    let step = |chunk| Step {
-        sends: after().map(|r| (Rank(r as u32), block(me, chunk))).collect(),
-        recvs: before().map(|r| (Rank(r as u32), block(r, chunk), Merge::Copy)).collect(),
+    let after = (1..n).map(|i| (me + i) % n).filter(|_| counts[me] > 0);
+    let before = (1..n).map(|i| (me + n - i) % n).filter(|&r| counts[r] > 0);
+    let step = Step {
+        sends: after.map(|r| (Rank(r as u32), me..me + 1)).collect(),
+        recvs: before.map(|r| (Rank(r as u32), r..r + 1, Merge::Copy)).collect(),
         ..Step::default()
     };
-    let lane = |chunk| Some(step(chunk)).filter(|step| !step.is_empty()).into_iter().collect();
-    Program::side_by_side(n * chunks, (0..chunks).map(lane).collect())
-        .with_window(IN_FLIGHT)
-        .with_counts(&in_chunks(counts, chunks))
+    let steps = if step.is_empty() { Vec::new() } else { vec![step] };
+    Program::new(n, steps).with_counts(counts)
 }
 
 /// Returns the exchange in which each rank sends others `sent[r]` elements and receives `received[r]` of

@@ -11,7 +11,7 @@ use crate::CommError;
 use crate::all_to_all::pairwise_all_to_all;
 use crate::butterfly::{direct_gather, direct_scatter};
 use crate::element::{Element, ReduceOp};
-use crate::owners::{gather_bytes_from_owners, gather_from_owners, scatter_to_owners, uneven_all_to_all};
+use crate::owners::{gather_from_owners, scatter_to_owners, uneven_all_to_all};
 use crate::plans::Kind;
 use crate::reduction::Reduction;
 use crate::steps::{Merge, Program, Step};
@@ -252,8 +252,7 @@ impl Communicator {
     ) -> Pending<Result<Vec<T>, CommError>> {
         const NAME: &str = "gather_from_owners";
         let len = data.len();
-        let program = if size_of::<T>() == 1 { gather_bytes_from_owners } else { gather_from_owners };
-        let program = self.counts(NAME, counts, len).map(|()| program(self.rank(), counts));
+        let program = self.counts(NAME, counts, len).map(|()| gather_from_owners(self.rank(), counts));
         self.owned(program.map(|program| Call::moving(NAME, program, len)), data)
     }
 

@@ -6,8 +6,7 @@ use std::ops::Range;
 
 use farflung_base::{Axis, Bytes, Operation, Rank};
 use farflung_comm::{
-    Communicator, gather_bytes_from_owners, gather_from_owners, owners_operation, scatter_to_owners,
-    uneven_all_to_all_operation,
+    Communicator, gather_from_owners, owners_operation, scatter_to_owners, uneven_all_to_all_operation,
 };
 use farflung_compress::{CodecSpec, RoundKey};
 use farflung_optim::{GatheredRange, OptimError, Shard, ShardCoder, ShardGroups, ShardReduction, Shards};
@@ -146,7 +145,7 @@ pub(super) fn weights(shards: &Shards, range: &Range<usize>, codec: Option<Codec
         None => owners_operation(gather_from_owners, &lengths, size_of::<f32>()),
         Some(_) => {
             let bytes: Vec<usize> = lengths.iter().map(|&len| coder.bytes_of(len)).collect();
-            owners_operation(gather_bytes_from_owners, &bytes, 1)
+            owners_operation(gather_from_owners, &bytes, 1)
         }
     }
 }
@@ -164,7 +163,7 @@ pub(super) fn weights_by_groups(
     let between = |from, to| Bytes(groups.entering((from, to), &lengths, bytes) as u64);
     let inside = |(group, members): (usize, &Vec<usize>)| {
         let ranks: Vec<Rank> = members.iter().map(|&member| Rank(member as u32)).collect();
-        owners_operation(gather_bytes_from_owners, &groups.passed_on(group, &lengths, bytes), 1).among(&ranks)
+        owners_operation(gather_from_owners, &groups.passed_on(group, &lengths, bytes), 1).among(&ranks)
     };
     let inside = groups.members().iter().enumerate().map(inside).collect();
     [vec![uneven_all_to_all_operation(lengths.len(), between)], inside]
