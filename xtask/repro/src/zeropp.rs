@@ -72,7 +72,7 @@ fn two_nodes(nano: &Job, way: Way, line: Bandwidth, folder: &tempfile::TempDir) 
     for node in ["a", "b"] {
         let Bandwidth(line) = line;
         write!(text, "[[region]]\nname = \"{node}\"\ninside = \"1000000gbit,0us\"\nup = \"{line}bit\"\n")?;
-        write!(text, "down = \"{line}bit\"\n")?;
+        writeln!(text, "down = \"{line}bit\"")?;
         for rank in 0..each {
             let name = format!("{node}{rank}");
             write!(text, "[[device]]\nname = \"{name}\"\nflops = \"5 GFLOPS\"\nregion = \"{node}\"\n")?;

@@ -12,7 +12,6 @@ use super::TrainConfig;
 use super::choice::StatePlace;
 use super::validate::check;
 use super::value::Setting;
-use crate::Result;
 
 /// Shares separated by commas, of which some may be 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,24 +46,24 @@ impl ZeroCodecs {
     pub(crate) const EXPECTED: &str = "none, or the names of two codecs that remember and select nothing, of weights \
                                        and of gradients, such as int8,int4";
 
-    fn codec(name: &str) -> Option<Option<CodecSpec>> {
-        let spec: CodecSpec = name.trim().parse().ok()?;
-        ShardCoder::takes(&spec).then_some(Some(spec).filter(|spec| *spec != CodecSpec::default()))
+    fn codec(name: &str) -> Result<Option<CodecSpec>, &'static str> {
+        match name.trim().parse::<CodecSpec>() {
+            Ok(spec) if spec == CodecSpec::default() => Ok(None),
+            Ok(spec) if ShardCoder::takes(&spec) => Ok(Some(spec)),
+            _ => Err(Self::EXPECTED),
+        }
     }
 }
 
 impl FromStr for ZeroCodecs {
     type Err = &'static str;
 
-    fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
         if text.trim() == NO_CODEC {
             return Ok(Self::default());
         }
         let (weights, gradients) = text.split_once(',').ok_or(Self::EXPECTED)?;
-        match (Self::codec(weights), Self::codec(gradients)) {
-            (Some(weights), Some(gradients)) => Ok(Self { weights, gradients }),
-            _ => Err(Self::EXPECTED),
-        }
+        Ok(Self { weights: Self::codec(weights)?, gradients: Self::codec(gradients)? })
     }
 }
 
@@ -141,7 +140,7 @@ impl ShareOfState {
 }
 
 impl TrainConfig {
-    pub(super) fn validate_zero(&self) -> Result<()> {
+    pub(super) fn validate_zero(&self) -> crate::Result<()> {
         check("zero", &self.zero, self.zero <= 3, "0 to 3")?;
         let expected = "0 with `state` disk: the trial steps would be written over the run's state";
         let trials = self.state == StatePlace::Disk && self.tune > 0;

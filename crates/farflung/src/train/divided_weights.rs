@@ -65,7 +65,7 @@ struct ComingUnit {
 
 #[derive(Debug)]
 enum ComingValues {
-    Gathered(GatheredRange),
+    Gathered(Box<GatheredRange>),
     /// The room that it takes on a device that only counts.
     Counted(Tensor),
 }
@@ -137,7 +137,7 @@ impl DividedWeights {
                     (None, _) => Ok(None),
                 };
                 let values = match gathered.map_err(gather_error)? {
-                    Some(values) => ComingValues::Gathered(values),
+                    Some(values) => ComingValues::Gathered(Box::new(values)),
                     None => ComingValues::Counted(self.device.zeros(range.len())?),
                 };
                 fetched.coming.push(ComingUnit { range, inside: inside.is_some(), values });

@@ -25,6 +25,7 @@ use super::bind::ReplicaSchedule;
 use super::bound_plan::BoundPlan;
 use super::boundary::{Boundaries, SamplesSeen, coded_bytes};
 use super::costs::Machines;
+use super::divided_weights::DividedWeights;
 use super::division::Division;
 use super::exchange;
 use super::executor::{Components, Counts, Executor, Pass, Routers, Source, Wires};
@@ -287,7 +288,7 @@ fn run(schedule: &ReplicaSchedule, position: Rank, plan: &BoundPlan, executor: &
 
 /// Returns the bytes of a part's parameters between passes.
 fn weights_of(part: &Part) -> u64 {
-    let more = part.weights.as_ref().map_or(0, |weights| weights.len_in_group());
+    let more = part.weights.as_ref().map_or(0, DividedWeights::len_in_group);
     buffer(part.params.shape().len()) + if more > 0 { buffer(more) } else { 0 }
 }
 

@@ -141,13 +141,8 @@ fn coder(codec: Option<CodecSpec>, rank: usize) -> ShardCoder {
 /// Returns the transfer of a range of weights from the holders that have it, for predictions.
 pub(super) fn weights(shards: &Shards, range: &Range<usize>, codec: Option<CodecSpec>) -> Operation {
     let (coder, lengths) = (coder(codec, 0), shards.within(range).lengths());
-    match codec {
-        None => owners_operation(gather_from_owners, &lengths, size_of::<f32>()),
-        Some(_) => {
-            let bytes: Vec<usize> = lengths.iter().map(|&len| coder.bytes_of(len)).collect();
-            owners_operation(gather_from_owners, &bytes, 1)
-        }
-    }
+    let bytes: Vec<usize> = lengths.iter().map(|&len| coder.bytes_of(len)).collect();
+    owners_operation(gather_from_owners, &bytes, 1)
 }
 
 /// Returns the transfers of a range of weights where holders are in groups: between them, and by group inside

@@ -434,25 +434,8 @@ impl<'a> Operations<'a> {
                     }
                 }
             }
-            Key::Table { first, .. } | Key::TakenTable { first } => {
-                let pipeline = self.plan.group(first, Axis::Pipeline);
-                let tables = &self.part(0, first).shared_table;
-                let own = tables.get(self.plan.at(first).data as usize).or(tables.first());
-                let bytes = Bytes(own.copied().unwrap_or(0));
-                let mut ways: Vec<(Rank, Rank)> =
-                    TiedGroup::of(schedule.placement()).into_iter().flat_map(|group| group.ways).collect();
-                if let Key::TakenTable { .. } = key {
-                    // The average of the first stage is used for both.
-                    ways.retain(|(from, _)| schedule.placement().homes_of(*from).any(|s| s.0 % depth == 0));
-                }
-                let ways = ways.into_iter().map(|(a, b)| (pipeline[a.index()], pipeline[b.index()]));
-                let mut table = messages(ways, bytes);
-                if bytes.0 == 0 {
-                    // Both have nothing of the table, and send no message.
-                    table.parts.values_mut().for_each(|part| part.lanes.clear());
-                }
-                table
-            }
+            Key::Table { first, .. } => self.table(first, false, schedule),
+            Key::TakenTable { first } => self.table(first, true, schedule),
             Key::Vote(vote, voters) => {
                 let numbers = match vote {
                     Vote::Whole => 2 + depth as usize,
@@ -471,6 +454,29 @@ impl<'a> Operations<'a> {
             }
             Key::Refusals => self.vote(1, self.topology),
         })
+    }
+
+    /// Returns the sum of the token table's gradients in a pipeline that begins at `first`, or the copy of the
+    /// averaged table from its first stage if it is `taken`.
+    fn table(&self, first: Rank, taken: bool, schedule: &ReplicaSchedule) -> Operation {
+        let depth = schedule.placement().depth();
+        let pipeline = self.plan.group(first, Axis::Pipeline);
+        let tables = &self.part(0, first).shared_table;
+        let own = tables.get(self.plan.at(first).data as usize).or(tables.first());
+        let bytes = Bytes(own.copied().unwrap_or(0));
+        let mut ways: Vec<(Rank, Rank)> =
+            TiedGroup::of(schedule.placement()).into_iter().flat_map(|group| group.ways).collect();
+        if taken {
+            // The average of the first stage is used for both.
+            ways.retain(|(from, _)| schedule.placement().homes_of(*from).any(|s| s.0 % depth == 0));
+        }
+        let ways = ways.into_iter().map(|(a, b)| (pipeline[a.index()], pipeline[b.index()]));
+        let mut table = messages(ways, bytes);
+        if bytes.0 == 0 {
+            // Both have nothing of the table, and send no message.
+            table.parts.values_mut().for_each(|part| part.lanes.clear());
+        }
+        table
     }
 
     /// Returns a part as a rank has it.
