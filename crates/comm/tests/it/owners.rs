@@ -84,7 +84,8 @@ fn owners_take_the_time_of_what_they_send() {
     }
 }
 
-/// Numbers of elements that ranks send each other, of which some are none: values, and virtual time as the price.
+/// Numbers of elements that ranks send each other, of which some are none: values, and virtual time as the
+/// price.
 #[test]
 fn uneven_parts_reach_all_ranks_in_one_latency() {
     let sent = |from: usize, to: usize| [40_000, 0, 7, 90_000][(from + 2 * to) % 4];

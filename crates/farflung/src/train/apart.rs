@@ -90,8 +90,8 @@ fn with_whole_tensors(plan: &Plan, stage: &Stage, apart: &[ApartParams]) -> Vec<
     apart.iter().enumerate().flat_map(divided).chain([rest]).collect()
 }
 
-/// Returns the token table that two stages have, where replicas update shards of whole gradients: the stages have
-/// it in different shards, so that each rank needs the whole mean to add up both gradients.
+/// Returns the token table that two stages have, where replicas update shards of whole gradients: the stages
+/// have it in different shards, so that each rank needs the whole mean to add up both gradients.
 fn shared_table(plan: &Plan, stage: &Stage) -> Option<ApartParams> {
     let whole = plan.divides_state() && !plan.divides_gradients();
     let table = stage.shared_table().filter(|_| whole)?;

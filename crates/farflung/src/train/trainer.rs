@@ -276,8 +276,8 @@ impl Trainer {
         self.executor.spent
     }
 
-    /// Returns the hash of the parameters that it has of its first part: equal on all replicas whenever they have
-    /// the same ones, unless each has a shard.
+    /// Returns the hash of the parameters that it has of its first part: equal on all replicas whenever they
+    /// have the same ones, unless each has a shard.
     pub fn hash(&self) -> Result<blake3::Hash> {
         super::fingerprint::of_params(self.stage(), self.params())
     }

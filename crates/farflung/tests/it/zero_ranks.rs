@@ -131,8 +131,8 @@ fn divided_gradients_and_weights_have_the_bits_of_whole_ones() {
     }
 }
 
-/// Where the border between two units is within the first tensor of the second one, a rank can have two pieces of
-/// that tensor.
+/// Where the border between two units is within the first tensor of the second one, a rank can have two
+/// pieces of that tensor.
 #[test]
 fn a_tensor_of_which_a_rank_has_two_pieces_is_saved() {
     let run = llama();
