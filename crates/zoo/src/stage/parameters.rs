@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use farflung_tensor::{Param, Shape, Tensor, TensorError};
+use farflung_tensor::{MemoryKind, Param, Shape, Tensor, TensorError};
 
 use super::Stage;
 use crate::layer::UnitGrads;
@@ -57,7 +57,7 @@ impl Stage {
     #[must_use]
     pub fn unit_grads(&self) -> UnitGrads {
         let units = self.backward_ranges().into_iter().rev().collect();
-        UnitGrads::new(self.device.clone(), units)
+        UnitGrads::new(self.device.counting_for(MemoryKind::Gradients), units)
     }
 
     /// Creates initial parameters, a pure function of the seed. They are equal for a stage and for the same
@@ -70,7 +70,7 @@ impl Stage {
                 Ok::<_, ZooError>(())
             })?;
         }
-        Ok(self.device.tensor(&values, self.layout.len())?)
+        Ok(self.device.counting_for(MemoryKind::Weights).tensor(&values, self.layout.len())?)
     }
 
     /// Reads the parameters from opened weights, by name.
@@ -81,7 +81,7 @@ impl Stage {
         for (p, (_, spec)) in self.layout.params().iter().zip(&self.specs) {
             spec.fill_piece(&self.share, &mut values[p.range()], |whole| weights.tensor(&p.name, whole))?;
         }
-        Ok(self.device.tensor(&values, self.layout.len())?)
+        Ok(self.device.counting_for(MemoryKind::Weights).tensor(&values, self.layout.len())?)
     }
 
     /// Writes a whole model to a folder in Hugging Face's layout, as [`weights::write`] does. [`Stage::load`]
