@@ -140,7 +140,8 @@ fn held(report: &mut Report<'_>, nano: &Job, stage: usize) -> Result<()> {
             let all: u32 = shares.iter().sum();
             let mut off = 0.0_f64;
             for (memory, &own) in step_memory(&job)?.iter().zip(shares) {
-                let found = (memory.weights.0 + memory.gradients.0 + memory.optimizer.0) as f64;
+                let held = memory.device;
+                let found = (held.weights.0 + held.gradients.0 + held.optimizer.0) as f64;
                 let divided = (8.0 - whole + state) * f64::from(own) / f64::from(all);
                 let form = (whole + divided) * parameters;
                 off = off.max((found / form - 1.0).abs());

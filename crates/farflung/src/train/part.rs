@@ -9,7 +9,7 @@ use farflung_optim::sync::{StepEnd, Synchroniser};
 use farflung_optim::{Average, Chain, OptimError, Prepared, Shard, weigh};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::StageCost;
-use farflung_tensor::{Op, Param, Tensor};
+use farflung_tensor::{MemoryKind, Op, Param, Tensor};
 use farflung_zoo::{Input, Output, Packed, Saved, Slices, Stage, Targets};
 
 use super::disk_state::DiskState;
@@ -136,7 +136,7 @@ impl Part {
         let divided = divides.then(|| DividedGradients::new(&stage, shards.as_ref()));
         let gradients = if divides { chain.shard().len() } else { stage.layout().len() };
         Ok(Self {
-            grads: stage.device().zeros(gradients)?,
+            grads: stage.device().counting_for(MemoryKind::Gradients).zeros(gradients)?,
             divided,
             stage,
             params,
@@ -180,7 +180,7 @@ impl Part {
 
     /// Puts off the update with the gradients so far until the table's sum arrives, and starts the next one.
     pub(super) fn defer_update(&mut self, table: Option<Exchange>, needed: Option<u32>) -> Result<()> {
-        let next = self.spare.take().map_or_else(|| self.stage.zeros(), Ok)?;
+        let next = self.spare.take().map_or_else(|| self.zero_gradients(), Ok)?;
         let grads = std::mem::replace(&mut self.grads, next);
         self.deferred.push_back(DeferredUpdate { grads, table, needed });
         if let Some(average) = self.average() {
@@ -205,6 +205,11 @@ impl Part {
         std::mem::swap(&mut self.grads, &mut grads);
         (self.pending, self.spare) = (pending, Some(grads));
         Ok(())
+    }
+
+    /// Returns zeros for the gradients of all parameters.
+    fn zero_gradients(&self) -> Result<Tensor> {
+        Ok(self.grads.device().zeros(self.stage.layout().len())?)
     }
 
     fn at(&self, version: u32) -> &Tensor {
@@ -345,10 +350,11 @@ impl Part {
     ///
     /// Errors: no memory for other gradients in their place.
     pub(super) fn take_own_gradients(&mut self) -> Result<Tensor> {
-        match self.before.take() {
-            Some(before) => Ok(before),
-            None => Ok(std::mem::replace(&mut self.grads, self.stage.zeros()?)),
+        if let Some(before) = self.before.take() {
+            return Ok(before);
         }
+        let zeros = self.zero_gradients()?;
+        Ok(std::mem::replace(&mut self.grads, zeros))
     }
 
     /// Continues a step with the gradients that this rank had. `None`: it had none.
@@ -362,7 +368,7 @@ impl Part {
     /// Makes a buffer for the values that replicas average in this step, if these are not the gradients.
     fn make_room(&mut self) -> Result<()> {
         match (self.chain.contributes(), &self.contribution) {
-            (true, None) => self.contribution = Some(self.stage.zeros()?),
+            (true, None) => self.contribution = Some(self.zero_gradients()?),
             (false, Some(_)) => self.contribution = None,
             _ => {}
         }
@@ -429,7 +435,7 @@ impl Part {
     pub(super) fn gather_gradients(&mut self) -> Result<()> {
         let Some(shards) = &self.shards else { return Ok(()) };
         if self.divided.is_some() {
-            let mut whole = self.stage.zeros()?;
+            let mut whole = self.zero_gradients()?;
             let values = self.grads.to_vec::<f32>()?;
             for piece in self.chain.shard().pieces() {
                 let mut part = whole.view_mut().part(piece.flat.start, piece.flat.len())?;

@@ -6,9 +6,9 @@ use farflung_parallel::{Level, Plan};
 use super::candidate::rank_memory;
 use super::plan_request::PlanRequest;
 use super::ranking::too_small;
-use crate::Result;
-use crate::train::memory::{StepMemory, planned_memory};
+use crate::train::memory::planned_memory;
 use crate::train::planned::check_divided_table;
+use crate::{Result, StepMemory};
 
 /// The unit of weights that follow memory.
 const WHOLE: f64 = 1000.0;
