@@ -263,8 +263,8 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Returns the average whose codecs hold this rank's residuals.
     fn average(&self) -> &Average;
 
-    /// Returns the bytes of the host's memory that its averages hold: see [`Average::held`]. Messages of methods
-    /// that exchange without an average are not counted.
+    /// Returns the bytes of the host's memory that its averages hold: see [`Average::held`]. Messages of
+    /// methods that exchange without an average are not counted.
     fn held(&self) -> Bytes {
         self.average().held()
     }

@@ -177,8 +177,8 @@ impl Device {
         self.backend().in_use().1
     }
 
-    /// Sets [`Device::peak_in_use`], and the peaks by kind, to the bytes in use now: to measure the temporary bytes
-    /// of what follows.
+    /// Sets [`Device::peak_in_use`], and the peaks by kind, to the bytes in use now: to measure the temporary
+    /// bytes of what follows.
     pub fn reset_peak(&self) {
         self.backend().reset_peak();
         self.counts().reset_peak();

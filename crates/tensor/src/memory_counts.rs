@@ -73,8 +73,8 @@ impl MemoryCounts {
     }
 
     /// Divides `held`, all bytes that the device has allocated, between the kinds. Most are those of
-    /// [`MemoryCounts::at_peak`]. The rest is kept for reuse, or for ops while they run. Of that, a kind gets what
-    /// it had at another time beyond those; what is left counts as activations.
+    /// [`MemoryCounts::at_peak`]. The rest is kept for reuse, or for ops while they run. Of that, a kind gets
+    /// what it had at another time beyond those; what is left counts as activations.
     pub(crate) fn divide(&self, held: usize) -> MemoryByKind {
         let (mut divided, most) = {
             let counts = &self.lock()[Place::Device as usize];

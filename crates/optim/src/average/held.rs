@@ -20,8 +20,8 @@ impl Packed {
 }
 
 impl Average {
-    /// Returns the bytes of the host's memory that the buckets and the codecs' state take. Not counted: messages
-    /// on their way, and tensors on the device of the flat buffers, which counts them
+    /// Returns the bytes of the host's memory that the buckets and the codecs' state take. Not counted:
+    /// messages on their way, and tensors on the device of the flat buffers, which counts them
     /// ([`Device::memory_by_kind`]).
     #[must_use]
     pub fn held(&self) -> Bytes {

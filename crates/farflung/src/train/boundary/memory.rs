@@ -33,8 +33,8 @@ pub(in crate::train) struct CodedBytes {
     pub(in crate::train) files: u64,
 }
 
-/// Returns the peak bytes of the encoded ends of the rank at `position`. The changed value of a sample is held beside the old one until the step's
-/// commit.
+/// Returns the peak bytes of the encoded ends of the rank at `position`. The changed value of a sample is held
+/// beside the old one until the step's commit.
 pub(in crate::train) fn coded_bytes(
     plan: &BoundPlan,
     placement: &Placement,
