@@ -4,6 +4,7 @@ pub mod axis;
 pub mod chain;
 pub mod context;
 pub mod id;
+pub mod memory;
 pub mod name;
 pub mod network;
 pub mod operation;
@@ -14,10 +15,11 @@ pub mod text_encoding;
 pub mod topology;
 pub mod unit;
 
-// For all users: axes, ids, names, links and units.
+// For all users: axes, ids, kinds of memory, names, links and units.
 pub use axis::Axis;
 pub use context::{ContextCut, ContextOrder};
 pub use id::{PeerId, Rank, StageId};
+pub use memory::{MemoryByKind, MemoryKind};
 pub use name::{Algorithm, Pattern, Precision, UnknownName};
 pub use sparse::{AttentionPattern, HeadTiles, LayerPatterns, ParsePatternError, Tile, TileLists};
 pub use topology::{AccessLink, Link, ParseLinkError, Topology};

@@ -3,7 +3,9 @@
 use std::ops::Range;
 
 use crate::two_phase_buffer::TwoPhaseBuffer;
-use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
+use crate::{
+    CompressError, Compressor, HeldBytes, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap,
+};
 
 /// A codec with error feedback: `v = x + e; send C(v); e = v - D(C(v))`. The sum of all decoded vectors equals
 /// the sum of all inputs minus the last residual.
@@ -147,5 +149,9 @@ impl<C: Memoryless> State for ErrorFeedback<C> {
 
     fn rollback(&mut self) {
         self.memory.rollback();
+    }
+
+    fn held(&self) -> HeldBytes {
+        self.memory.held()
     }
 }

@@ -55,7 +55,7 @@ pub use error::CompressError;
 pub use protocol::{MatrixShape, PowerSgd, Protocol, ProtocolSpec};
 pub use round_key::RoundKey;
 pub use spec::{CodecSpec, names, parse};
-pub use state::{State, StateMap, StateValue};
+pub use state::{HeldBytes, State, StateMap, StateValue};
 
 // For users who combine codecs in code instead of by name: the codecs as types.
 pub use bf16::Bf16;

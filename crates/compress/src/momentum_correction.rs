@@ -6,7 +6,9 @@ use std::ops::Range;
 use crate::compressor::{LARGE, first_non_finite};
 use crate::magnitude::{INFINITE, magnitude};
 use crate::two_phase_buffer::TwoPhaseBuffer;
-use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
+use crate::{
+    CompressError, Compressor, HeldBytes, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap,
+};
 
 /// Deep Gradient Compression's memory around a selection `C`: `u = m u + x; v += u; send C(v)`. For each
 /// element that decodes as non-zero, `u` becomes 0 and `v` becomes its compression error.
@@ -147,5 +149,9 @@ impl<C: Memoryless> State for MomentumCorrection<C> {
     fn rollback(&mut self) {
         self.momentum.rollback();
         self.velocity.rollback();
+    }
+
+    fn held(&self) -> HeldBytes {
+        self.momentum.held() + self.velocity.held()
     }
 }

@@ -3,7 +3,8 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::iter::Sum;
+use std::ops::{Add, Range};
 
 use crate::CompressError;
 
@@ -19,6 +20,36 @@ pub enum StateValue<'a> {
     F32(Cow<'a, [f32]>),
     /// Bytes in a format of the codec's own.
     Bytes(Cow<'a, [u8]>),
+}
+
+/// The bytes that a codec's memory takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct HeldBytes {
+    /// In the host's memory: buffers for values that are not committed yet, and spare ones, included.
+    pub memory: usize,
+    /// In files: their lengths.
+    pub files: usize,
+}
+
+impl HeldBytes {
+    /// Returns the bytes of buffers of values in the host's memory.
+    pub(crate) fn of_values<const N: usize>(buffers: [&Vec<f32>; N]) -> Self {
+        let values: usize = buffers.into_iter().map(Vec::capacity).sum();
+        Self { memory: values * size_of::<f32>(), files: 0 }
+    }
+}
+
+impl Add for HeldBytes {
+    type Output = Self;
+    fn add(self, other: Self) -> Self {
+        Self { memory: self.memory + other.memory, files: self.files + other.files }
+    }
+}
+
+impl Sum for HeldBytes {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), Add::add)
+    }
 }
 
 /// The memory of a codec between calls. Each method has a default for codecs without memory.
@@ -58,6 +89,12 @@ pub trait State {
 
     /// Restores the memory of the last commit. Call it when the step was aborted.
     fn rollback(&mut self) {}
+
+    /// Returns the bytes that the memory takes now. Buffers in a device's memory are not counted here: the
+    /// device counts them.
+    fn held(&self) -> HeldBytes {
+        HeldBytes::default()
+    }
 }
 
 /// Implements [`State`] for a type by forwarding every method to an inner value.
@@ -99,9 +136,45 @@ macro_rules! state_of {
             fn rollback(&mut $self) {
                 $inner.rollback();
             }
+
+            fn held(&$self) -> $crate::HeldBytes {
+                $inner.held()
+            }
         }
     };
 }
 pub(crate) use state_of;
 
 state_of!([S: State + ?Sized] Box<S>, self => (**self));
+
+#[cfg(test)]
+mod tests {
+    use crate::link::{FileStore, MemoryStore, Samples, Staged, Store as _};
+    use crate::{HeldBytes, Payload, RoundKey, State as _};
+
+    #[test]
+    fn codecs_hold_their_residuals_before_and_after_a_commit() {
+        let spec: crate::CodecSpec = "int8:64+ef".parse().unwrap();
+        let (mut codec, mut out) = (spec.build(), Payload::new());
+        assert_eq!(codec.held(), HeldBytes::default());
+        codec.compress(&[1.0; 100], RoundKey::default(), &mut out).unwrap();
+        assert_eq!(codec.held(), HeldBytes { memory: 2 * 400, files: 0 });
+        codec.commit();
+        assert_eq!(codec.held().memory, 2 * 400, "the buffer of the next residual is kept");
+    }
+
+    #[test]
+    fn stores_hold_samples_in_memory_or_in_files() {
+        let samples = Samples::f16(10);
+        let mut memory = Staged::new(MemoryStore::new(samples));
+        memory.write(7, &[1; 20]).unwrap();
+        assert_eq!(memory.held().memory, 20, "not committed yet");
+        memory.commit();
+        assert_eq!(memory.held(), HeldBytes { memory: 20 + 32, files: 0 });
+        let folder = std::env::temp_dir().join(format!("farflung-held-{}", std::process::id()));
+        let file = FileStore::open(&folder, samples, 5).unwrap();
+        let length = std::fs::metadata(&folder).unwrap().len() as usize;
+        std::fs::remove_file(&folder).unwrap();
+        assert_eq!(file.held(), HeldBytes { memory: 24, files: length });
+    }
+}

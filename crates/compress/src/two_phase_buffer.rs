@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use crate::{CompressError, StateMap, StateValue};
+use crate::{CompressError, HeldBytes, StateMap, StateValue};
 
 /// A vector of fixed length: its value at the last commit, and its latest value.
 #[derive(Debug, Clone, Default)]
@@ -61,6 +61,11 @@ impl TwoPhaseBuffer {
             (false, true) => self.spare = next,
             (false, false) => self.latest = next,
         }
+    }
+
+    /// Returns the bytes of all buffers.
+    pub(crate) fn held(&self) -> HeldBytes {
+        HeldBytes::of_values([&self.committed, &self.latest, &self.spare])
     }
 
     pub(crate) fn save<'a>(&'a self, name: String, into: &mut StateMap<'a>) -> Result<(), CompressError> {

@@ -34,6 +34,7 @@ pub mod relay;
 pub mod run_dir;
 pub mod shell_word;
 pub mod signals;
+pub mod step_memory;
 pub mod step_times;
 pub mod terminal;
 pub mod threads;
@@ -65,6 +66,7 @@ pub use metrics::{MetricsWriter, StepMetrics};
 pub use peer_counters::{PathCounters, PeerCounters};
 pub use plot::loss_curve_svg;
 pub use run_dir::{Existing, RunDir};
+pub use step_memory::{CountedMemory, StepMemory};
 pub use step_times::StepTimes;
 
 // Items for programs with their own command line or launcher.

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::line_file::{self, LineFile, LineRead, Lines};
-use crate::{Error, PeerCounters, Result};
+use crate::{CountedMemory, Error, PeerCounters, Result};
 
 /// Metrics after a step. Counts are totals since the run's first step, over all its resumes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -45,6 +45,9 @@ pub struct StepMetrics {
     /// gradients in each step, else on the one that writes the row.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub experts: Vec<MixtureMetrics>,
+    /// Memory of the rank that writes the row, by kind, unless it returned to an earlier step meanwhile.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<CountedMemory>,
     /// Counters of what the rank that writes the row and each of its peers have exchanged since they met, with
     /// measurements of the paths between them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

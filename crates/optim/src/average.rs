@@ -8,6 +8,7 @@ mod coder;
 mod coding;
 mod config;
 mod density;
+mod held;
 mod bucket_protocols;
 mod bucket_reduction;
 mod residual_layout;
@@ -20,7 +21,7 @@ use std::ops::Range;
 
 use farflung_base::{Bytes, Nanos};
 use farflung_comm::{Communicator, ReduceOp};
-use farflung_tensor::{Device, ParamLayout, Shape, Tensor, TensorError};
+use farflung_tensor::{Device, MemoryKind, ParamLayout, Shape, Tensor, TensorError};
 
 use crate::OptimError;
 use apart::holders;
@@ -179,7 +180,7 @@ impl Average {
             fetching: VecDeque::new(),
             in_flight: Vec::with_capacity(buckets.len()),
             buckets,
-            device: device.clone(),
+            device: device.counting_for(MemoryKind::Messages),
             reductions: Vec::new(),
             warm: None,
             round: 0,

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use farflung_tensor::{DType, Op, Param, Tensor, TensorError};
+use farflung_tensor::{DType, Device, MemoryKind, Op, Param, Tensor, TensorError};
 
 /// Returns the global l2 norm of a flat buffer, including its padding, which is zero. Partial sums are added in
 /// f64, in order.
@@ -19,7 +19,7 @@ pub fn sum_of_squares(flat: &Tensor, range: Range<usize>) -> Result<f64, TensorE
     let mut total = Total::default();
     for part in [range.start..aligned, aligned..range.end] {
         let x = flat.view().part(part.start, part.len())?;
-        let mut partials = flat.device().empty(DType::F32, chunks(part.len()))?;
+        let mut partials = beside(flat).empty(DType::F32, chunks(part.len()))?;
         flat.device().run(Op::SumSquares { x, partials: partials.view_mut() })?;
         match partials.host::<f32>() {
             Some(partials) => total.add(partials),
@@ -29,11 +29,16 @@ pub fn sum_of_squares(flat: &Tensor, range: Range<usize>) -> Result<f64, TensorE
     Ok(total.get())
 }
 
+/// Returns the device of a flat buffer, for tensors that are not of its kind of memory.
+fn beside(flat: &Tensor) -> Device {
+    flat.device().counting_for(MemoryKind::Activations)
+}
+
 /// Returns the l2 norm of each of the given tensors of a flat buffer, whose places are counted from `first` on.
 /// All partial sums are downloaded from the device at once.
 pub(crate) fn norms(flat: &Tensor, tensors: &[Param], first: usize) -> Result<Vec<f64>, TensorError> {
     let counts: Vec<usize> = tensors.iter().map(|tensor| chunks(tensor.shape.len())).collect();
-    let mut partials = flat.device().empty(DType::F32, counts.iter().sum::<usize>())?;
+    let mut partials = beside(flat).empty(DType::F32, counts.iter().sum::<usize>())?;
     let mut start = 0;
     for (tensor, &count) in tensors.iter().zip(&counts) {
         let x = flat.view().part(first + tensor.start, tensor.shape.len())?;

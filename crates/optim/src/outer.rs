@@ -1,7 +1,7 @@
 //! DiLoCo's outer optimizer, which can be any chain. Its gradient is the change of the parameters, as old minus
 //! new, since the workers last agreed on them.
 
-use farflung_tensor::{Op, Program, ProgramBuilder, Tensor};
+use farflung_tensor::{MemoryKind, Op, Program, ProgramBuilder, Tensor};
 
 use crate::finite::is_finite;
 use crate::local::with_momentum;
@@ -43,7 +43,7 @@ fn copy(x: &Tensor) -> Result<Tensor, OptimError> {
 impl OuterOptimizer {
     /// Creates an outer optimizer whose anchor is a copy of the parameters.
     pub fn new(chain: Chain, params: &Tensor) -> Result<Self, OptimError> {
-        let device = params.device();
+        let device = params.device().counting_for(MemoryKind::Optimizer);
         let len = params.shape().len();
         let mut anchor = device.zeros(len)?;
         device.run(Op::Cast { x: params.view(), y: anchor.view_mut() })?;

@@ -196,13 +196,15 @@ impl ShardReduction {
                 Some(*end - len)
             })
             .collect();
-        let sent = groups.inside(*own, lengths, |len| self.coder.bytes_of(len));
+        // Inside a group values are sent as they are.
+        let mut plain = ShardCoder::plain();
+        let sent = groups.inside(*own, lengths, |len| plain.bytes_of(len));
         let mut bytes = Vec::with_capacity(sent.iter().sum());
         for &member in &groups.members()[*own] {
             let parts = groups.of_adder(*own, member, lengths);
             let block: Vec<f32> =
                 parts.flat_map(|(owner, len)| &values[starts[owner]..starts[owner] + len]).copied().collect();
-            self.coder.encode(&block, &mut bytes)?;
+            plain.encode(&block, &mut bytes)?;
         }
         let received = vec![sent[comm.rank().index()]; sent.len()];
         Ok(ComingValues::OfGroup(comm.start_uneven_all_to_all(&bytes, &sent, &received)))
@@ -229,7 +231,7 @@ impl ShardReduction {
         let ComingValues::OfGroup(coming) = coming else { return Ok(()) };
         let parts: Vec<(usize, usize)> = groups.of_adder(*own, me, &window.lengths).collect();
         let len = parts.iter().map(|(_, len)| len).sum();
-        let sums = added(&self.coder, &coming.wait()?, len, groups.members()[*own].len())?;
+        let sums = added(&ShardCoder::plain(), &coming.wait()?, len, groups.members()[*own].len())?;
         let mut bytes = Vec::new();
         let (mut sent, mut at) = (vec![0; ranks], 0);
         for (owner, len) in parts {

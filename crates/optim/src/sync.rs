@@ -30,6 +30,7 @@ mod zero_one;
 
 use std::sync::{PoisonError, RwLock};
 
+use farflung_base::Bytes;
 use farflung_comm::Communicator;
 use farflung_tensor::{Device, ParamLayout, Tensor};
 
@@ -261,6 +262,12 @@ pub trait Synchroniser: std::fmt::Debug + Send {
 
     /// Returns the average whose codecs hold this rank's residuals.
     fn average(&self) -> &Average;
+
+    /// Returns the bytes of the host's memory that its averages hold: see [`Average::held`]. Messages of
+    /// methods that exchange without an average are not counted.
+    fn held(&self) -> Bytes {
+        self.average().held()
+    }
 
     /// Returns the average of [`Synchroniser::average`] for writing, to restore it.
     fn average_mut(&mut self) -> &mut Average;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use farflung_base::Pending;
 
 use crate::backend::Storage;
+use crate::memory_counts::Place;
 use crate::op::Op;
 use crate::{DType, Device, Element, Result, Shape, TensorError, View, ViewMut};
 
@@ -126,7 +127,9 @@ impl Device {
     /// Creates a tensor with unspecified contents, for results that an op overwrites completely.
     pub fn empty(&self, dtype: DType, shape: impl Into<Shape>) -> Result<Tensor> {
         let shape = shape.into();
-        Ok(Tensor::new(self.clone(), dtype, shape, self.backend().allocate(dtype, shape)?))
+        let storage = self.backend().allocate(dtype, shape)?;
+        self.counts().add(Place::Device, self.kind(), storage.bytes());
+        Ok(Tensor::new(self.clone(), dtype, shape, storage))
     }
 
     /// Creates an f32 tensor of zeros.
@@ -156,6 +159,7 @@ impl Drop for Tensor {
     fn drop(&mut self) {
         // The last of the tensor and its handles returns the buffer.
         if let Some(storage) = self.storage.take().and_then(Arc::into_inner) {
+            self.device.counts().subtract(Place::Device, self.device.kind(), storage.bytes());
             self.device.backend().release(storage);
         }
     }

@@ -102,6 +102,7 @@ mod local_optimizers;
 mod local_vs_sync;
 mod methods;
 mod members;
+mod memory_predicted;
 mod memory_table;
 mod mismatch;
 mod dipaco;
@@ -275,6 +276,7 @@ pub const BENCHES: &[Bench] = &[
     replan::BENCH,
     uneven_plan::BENCH,
     alpa_exact::BENCH,
+    memory_predicted::BENCH,
     memory_table::BENCH,
     plan_run::BENCH,
     plan_scale::BENCH,

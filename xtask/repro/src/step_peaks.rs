@@ -4,8 +4,8 @@
 use std::sync::Mutex;
 
 use anyhow::{Context, Result};
-use farflung::TrainConfig;
 use farflung::train::{Job, Trainer, step_memory};
+use farflung::{CountedMemory, TrainConfig};
 
 use crate::allocations::{by_rank, this_is_rank};
 use crate::workers::{JobTransport, job, on_connections};
@@ -32,12 +32,12 @@ pub(crate) struct StepPeaks {
 pub(crate) fn step_peaks(config: TrainConfig) -> Result<StepPeaks> {
     let job = job(config, JobTransport::Memory)?;
     let runs = if job.world == 1 { 1 } else { RUNS };
-    let mut held: Vec<_> = (0..runs).map(|_| peak_memory(&job)).collect::<Result<_>>()?;
+    let mut held: Vec<_> = (0..runs).map(|_| rank_peaks(&job)).collect::<Result<_>>()?;
     let mut found = StepPeaks { most: 0.0, spread: 0.0, runs, predicted_off: 0.0 };
     for (rank, predicted) in step_memory(&job)?.iter().enumerate() {
-        held.sort_unstable_by_key(|run| run[rank]);
-        let [least, largest] = [0, runs - 1].map(|run| held[run][rank] as f64);
-        let mean = held.iter().map(|run| run[rank] as f64).sum::<f64>() / runs as f64;
+        held.sort_unstable_by_key(|run| run[rank].total());
+        let [least, largest] = [0, runs - 1].map(|run| held[run][rank].total() as f64);
+        let mean = held.iter().map(|run| run[rank].total() as f64).sum::<f64>() / runs as f64;
         let off = predicted.total().0 as f64 / mean - 1.0;
         if off.abs() > found.predicted_off.abs() {
             found.predicted_off = off;
@@ -47,25 +47,49 @@ pub(crate) fn step_peaks(config: TrainConfig) -> Result<StepPeaks> {
     Ok(found)
 }
 
-/// Returns the largest memory that each rank of a job held: its device's buffers plus its own allocations.
-fn peak_memory(job: &Job) -> Result<Vec<usize>> {
-    let cut = Mutex::new(vec![0; job.world]);
+/// The largest memory that a rank held.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RankPeak {
+    /// What the rank itself counted in the last step.
+    pub(crate) counted: CountedMemory,
+    /// Bytes that it allocated in all steps, without its device's buffers.
+    pub(crate) allocated: usize,
+    /// Lengths of the files of its state.
+    pub(crate) files: u64,
+}
+
+impl RankPeak {
+    /// Returns the bytes of memory: its device's buffers plus its own allocations.
+    pub(crate) fn total(&self) -> u64 {
+        self.counted.step.device.total().0 + self.allocated as u64
+    }
+}
+
+/// Runs some steps of a job, and returns the largest memory of each rank.
+pub(crate) fn rank_peaks(job: &Job) -> Result<Vec<RankPeak>> {
+    let found = Mutex::new(vec![(CountedMemory::default(), 0); job.world]);
     let (ran, counts) = by_rank(job.world, || {
         on_connections(job, |connection| {
             let rank = connection.comm.rank().index();
             this_is_rank(rank);
             let mut trainer = Trainer::new(job, connection.comm, job.config.threads)?;
+            let folder = tempfile::tempdir()?;
+            trainer.keep_state_in(job, folder.path())?;
             // The peak is reset, since the memory to make a trainer is not measured.
             this_is_rank(rank);
             for _ in 0..STEPS {
+                trainer.begin_memory();
                 trainer.step(false)?;
             }
-            let buffers = trainer.stage().device().memory().1;
-            cut.lock().map_err(|_| anyhow::anyhow!("another rank failed"))?[rank] = buffers;
+            let files = std::fs::read_dir(folder.path())?;
+            let files = files.map(|file| Ok(file?.metadata()?.len())).sum::<std::io::Result<u64>>()?;
+            found.lock().map_err(|_| anyhow::anyhow!("another rank failed"))?[rank] =
+                (trainer.memory(), files);
             Ok(())
         })
     });
     ran?;
-    let cut = cut.into_inner().ok().context("a rank failed")?;
-    Ok(counts.iter().zip(&cut).map(|(count, buffers)| count.peak + buffers).collect())
+    let found = found.into_inner().ok().context("a rank failed")?;
+    let peaks = counts.iter().zip(found);
+    Ok(peaks.map(|(count, (counted, files))| RankPeak { counted, allocated: count.peak, files }).collect())
 }

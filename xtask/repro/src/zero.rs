@@ -130,7 +130,7 @@ fn steps(report: &mut Report<'_>, first: &Job, (stage, optimizer): (usize, &str)
 /// Compares the bytes of weights, gradients and state, counted at the allocator, with the closed forms in
 /// f32: with AdamW and LAMB `8 P + 8 P / N`, with the momentum of SGD `8 P + 4 P / N`; where gradients are
 /// divided, `4 P + 12 P / N` and `4 P + 8 P / N`; where weights are, `16 P / N` and `12 P / N`, and what two
-/// layers read.
+/// layers read. Gradients of units are there besides, those of two at a time.
 fn held(report: &mut Report<'_>, wide: &Job, stage: usize) -> Result<()> {
     let parameters = wide.model.parameters() as f64;
     let layers = Stage::whole(&wide.model, &Device::sizes())?.forward_units();
@@ -139,6 +139,11 @@ fn held(report: &mut Report<'_>, wide: &Job, stage: usize) -> Result<()> {
         units.into_iter().map(|(_, len)| len).sum::<usize>()
     };
     let gathered = if stage == 3 { layers.windows(2).map(read).max().unwrap_or(0) } else { 0 };
+    // While a block has gradients, so has the token table of a tied head.
+    let units = Stage::whole(&wide.model, &Device::sizes())?.backward_ranges();
+    let table = units.last().map_or(0, ExactSizeIterator::len);
+    let block = units.iter().rev().skip(1).map(ExactSizeIterator::len).max().unwrap_or(0);
+    let gradients = if stage > 1 { table + block } else { 0 };
     for (optimizer, state) in [("adamw", 8.0), ("sgd", 4.0)] {
         let optimizer_kind = OptimizerKind::parse(optimizer).ok_or_else(|| anyhow!("no such optimizer"))?;
         for shares in [&[1, 1][..], &[1; 4], &[1; 8], &[5, 0, 2, 1]] {
@@ -153,9 +158,10 @@ fn held(report: &mut Report<'_>, wide: &Job, stage: usize) -> Result<()> {
             let all: u32 = shares.iter().sum();
             let mut off = 0.0_f64;
             for (memory, &own) in step_memory(&job)?.iter().zip(shares) {
-                let found = (memory.weights.0 + memory.gradients.0 + memory.optimizer.0) as f64;
+                let held = memory.device;
+                let found = (held.weights.0 + held.gradients.0 + held.optimizer.0) as f64;
                 let divided = (8.0 - whole + state) * f64::from(own) / f64::from(all);
-                let form = (whole + divided) * parameters + 4.0 * gathered as f64;
+                let form = (whole + divided) * parameters + 4.0 * (gathered + gradients) as f64;
                 off = off.max((found / form - 1.0).abs());
             }
             let metric =

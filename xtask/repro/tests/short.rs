@@ -118,6 +118,7 @@ short! {
     join_anywhere: "join-anywhere",
     local_optimizers: "local-optimizers",
     methods: "methods",
+    memory_predicted: "memory-predicted",
     memory_table: "memory-table",
     mismatch: "mismatch",
     moe: "moe",

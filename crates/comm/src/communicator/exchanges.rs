@@ -227,6 +227,8 @@ impl Communicator {
         }
         let own = counts[..me].iter().sum::<usize>()..counts[..=me].iter().sum::<usize>();
         let (all, mut buffer, is_mean) = (data.len(), data, op.is_mean());
+        // Callers keep the buffer for the next sum: growing would double it.
+        buffer.reserve_exact(own.len());
         buffer.resize(all + own.len(), T::zeroed());
         let program = scatter_to_owners(self.rank(), counts);
         let sum = if is_mean { ReduceOp::Sum.into() } else { op };

@@ -6,8 +6,8 @@ use std::fmt;
 use super::{DeviceCodec, Residual, VectorDevice};
 use crate::lossless::{Packer, Unpacker};
 use crate::{
-    CodecId, CodecSpec, CompressError, Compressor, Memoryless, Packing, Payload, PayloadRef, RoundKey,
-    StateMap, StateValue,
+    CodecId, CodecSpec, CompressError, Compressor, HeldBytes, Memoryless, Packing, Payload, PayloadRef,
+    RoundKey, StateMap, StateValue,
 };
 
 /// The device's counterpart of [`CodecSpec::build`]. The residual is in the device's memory, unless the codec
@@ -159,6 +159,15 @@ impl<D: VectorDevice> Stream<D> {
                 }
             }
             StreamCodec::Device { .. } => {}
+        }
+    }
+
+    /// Returns the bytes that it holds in the host's memory. The device counts its residual.
+    #[must_use]
+    pub fn held(&self) -> HeldBytes {
+        match &self.codec {
+            StreamCodec::Host { codec, held } => codec.held() + HeldBytes::of_values([held]),
+            StreamCodec::Device { .. } => HeldBytes::default(),
         }
     }
 

@@ -10,7 +10,7 @@ use memmap2::MmapMut;
 
 use super::store::{SUM, open, read_slot, slot_at, slot_bytes, store_error, write_slot};
 use super::{Samples, Store};
-use crate::{CompressError, State};
+use crate::{CompressError, HeldBytes, State};
 
 /// Stores samples in [`super::FileStore`]'s file format, mapped into memory, which avoids the system's copies.
 /// Either store can open the other's file.
@@ -54,6 +54,10 @@ impl State for MappedStore {
         for id in 0..self.capacity {
             _ = self.forget(id);
         }
+    }
+
+    fn held(&self) -> HeldBytes {
+        HeldBytes { memory: 0, files: self.map.len() }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::{Samples, Store, checksum};
-use crate::{CompressError, State, StateMap};
+use crate::{CompressError, HeldBytes, State, StateMap};
 
 /// Keeps the changes since the last commit beside a store, so that an abandoned step can be rolled back. If
 /// both ends roll back, they hold the same samples again.
@@ -85,6 +85,11 @@ impl<S: Store> State for Staged<S> {
 
     fn rollback(&mut self) {
         self.changed.clear();
+    }
+
+    fn held(&self) -> HeldBytes {
+        let changed: usize = self.changed.values().flatten().map(Vec::capacity).sum();
+        self.inner.held() + HeldBytes { memory: changed, files: 0 }
     }
 }
 

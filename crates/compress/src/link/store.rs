@@ -7,7 +7,7 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 
 use super::Samples;
-use crate::{CompressError, State, StateMap, StateValue};
+use crate::{CompressError, HeldBytes, State, StateMap, StateValue};
 
 /// Stores an activation of a fixed length for each sample. Its state is the stored samples; a store that
 /// outlives the process has nothing to save.
@@ -107,6 +107,11 @@ impl State for MemoryStore {
     fn reset(&mut self) {
         self.held.clear();
     }
+
+    fn held(&self) -> HeldBytes {
+        let entry = self.samples.bytes() + size_of::<(u64, Vec<u8>)>();
+        HeldBytes { memory: self.held.len() * entry, files: 0 }
+    }
 }
 
 impl Store for MemoryStore {
@@ -180,7 +185,7 @@ pub(super) fn open(path: &Path, samples: Samples, capacity: u64) -> Result<File,
             "not a file of samples of this length and format",
         )));
     }
-    file.set_len(HEAD + capacity * slot_bytes(samples) as u64).map_err(failed)?;
+    file.set_len(FileStore::file_bytes(samples, capacity)).map_err(failed)?;
     Ok(file)
 }
 
@@ -232,6 +237,12 @@ impl FileStore {
         Ok(Self { file, samples, capacity, slot: vec![0; slot_bytes(samples)] })
     }
 
+    /// Returns the bytes of a file for this many samples.
+    #[must_use]
+    pub fn file_bytes(samples: impl Into<Samples>, capacity: u64) -> u64 {
+        HEAD + capacity * slot_bytes(samples.into()) as u64
+    }
+
     fn seek(&mut self, id: u64, action: &'static str) -> Result<(), CompressError> {
         let at = slot_at(id, self.samples, self.capacity, action)?;
         self.file.seek(SeekFrom::Start(at)).map(|_| ()).map_err(|source| store_error(action, &source))
@@ -250,6 +261,11 @@ impl State for FileStore {
         for id in 0..self.capacity {
             _ = self.forget(id);
         }
+    }
+
+    fn held(&self) -> HeldBytes {
+        let files = Self::file_bytes(self.samples, self.capacity);
+        HeldBytes { memory: self.slot.capacity(), files: files as usize }
     }
 }
 

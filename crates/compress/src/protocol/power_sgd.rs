@@ -11,7 +11,7 @@ use crate::low_rank::{Expand, Product, Project, ProjectBack, dot};
 use crate::magnitude::{INFINITE, magnitude};
 use crate::simd::Level;
 use crate::two_phase_buffer::TwoPhaseBuffer;
-use crate::{CompressError, State, StateMap, StateValue};
+use crate::{CompressError, HeldBytes, State, StateMap, StateValue};
 
 pub(super) const ROW: Row = Row {
     name: "powersgd",
@@ -204,6 +204,11 @@ impl State for PowerSgd {
             self.drop_latest();
         }
         self.stage = Stage::Idle;
+    }
+
+    fn held(&self) -> HeldBytes {
+        let of = |round: &Round| HeldBytes::of_values([&round.m, &round.p, &round.q]);
+        [&self.committed, &self.latest, &self.next].into_iter().map(of).sum()
     }
 }
 

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use farflung_base::{Bytes, Rank, StageId};
 use farflung_compress::link::{LinkCodec, LinkSpec, MemoryStore, SampleShape};
-use farflung_compress::{CompressError, Payload, PayloadRef, RoundKey};
+use farflung_compress::{CompressError, HeldBytes, Payload, PayloadRef, RoundKey};
 use farflung_compress::{State as _, StateMap};
 use farflung_parallel::pipeline::{Content, Message, Placement};
 use farflung_zoo::ModelSpec;
@@ -215,6 +215,11 @@ impl Boundaries {
     /// Restores the codecs' state before the step, which is dropped.
     pub(super) fn rollback(&mut self) {
         self.ends.values_mut().for_each(|end| end.codec.rollback());
+    }
+
+    /// Returns the bytes of the samples that the codecs store.
+    pub(super) fn held(&self) -> HeldBytes {
+        self.ends.values().map(|end| end.codec.held()).sum()
     }
 
     /// Returns the codecs' states, by name.

@@ -16,9 +16,10 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use farflung_base::Bytes;
 use farflung_optim::{ChainBuilder, Shard};
 use farflung_store::{Generation, Layout, Store, StoreError, Stream};
-use farflung_tensor::{Device, ParamLayout, Tensor};
+use farflung_tensor::{Device, MemoryByKind, ParamLayout, Tensor};
 
 use super::totals::Totals;
 use crate::{Error, Result, StateError};
@@ -133,6 +134,17 @@ impl DiskState {
             read: states * self.names.len() as u64,
             written: layout.generation_bytes(),
         }
+    }
+
+    /// Returns the bytes of its buffers in the host's memory, beside the device's.
+    pub(super) fn held_on_host(&self) -> MemoryByKind {
+        self.lock().memory.held_on_host()
+    }
+
+    /// Returns the bytes of the file; 0 before it is opened.
+    pub(super) fn held_in_file(&self) -> Bytes {
+        let is_open = matches!(self.lock().file, StateFile::Opened(_) | StateFile::Streaming(_));
+        Bytes(if is_open { self.sizes().file } else { 0 })
     }
 
     /// Opens the file, for which both generations have room. Returns the generations that are whole, newest

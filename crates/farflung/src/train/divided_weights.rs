@@ -1,16 +1,16 @@
 //! The weights of a part of which each holder keeps a shard alone (`--zero 3`): those of a unit are gathered
 //! before a layer needs them, while the layer before it computes, and dropped after it.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use farflung_base::{Axis, Bytes};
+use farflung_base::Axis;
 use farflung_optim::{GatheredRange, OptimError, Shard};
 use farflung_parallel::Recompute;
-use farflung_tensor::{Device, Tensor};
+use farflung_tensor::{Device, MemoryKind, Tensor};
 use farflung_zoo::layer::{LayerUnits, UnitParams, UnitValues};
 use farflung_zoo::{Stage, ZooError};
 
@@ -28,8 +28,6 @@ pub(super) struct DividedWeights {
     ahead: bool,
     /// What this rank has of all weights once more, for its group, if the plan has groups.
     of_group: Option<RefCell<GroupWeights>>,
-    /// Most elements that were here or on their way at a time.
-    most: Cell<usize>,
 }
 
 #[derive(Debug, Default)]
@@ -80,17 +78,17 @@ impl DividedWeights {
         shards: Option<PartShards>,
         (in_group, ahead): (Option<Shard>, bool),
     ) -> Result<Self> {
+        let device = stage.device().counting_for(MemoryKind::Weights);
         let of_group = in_group.map(|own| {
-            let values = stage.device().zeros(own.len())?;
+            let values = device.zeros(own.len())?;
             Ok::<_, Error>(RefCell::new(GroupWeights { own, values, filled: BTreeSet::new() }))
         });
         Ok(Self {
-            device: stage.device().clone(),
+            device,
             shards,
             fetched: RefCell::new(Fetched::new(ahead)),
             ahead,
             of_group: of_group.transpose()?,
-            most: Cell::default(),
         })
     }
 
@@ -105,16 +103,6 @@ impl DividedWeights {
         if let Some(group) = &mut self.of_group {
             group.get_mut().filled.clear();
         }
-    }
-
-    /// Returns the number of elements that the rank has for its group.
-    pub(super) fn len_in_group(&self) -> usize {
-        self.of_group.as_ref().map_or(0, |group| group.borrow().own.len())
-    }
-
-    /// Returns the most bytes that passes have gathered at a time.
-    pub(super) const fn most(&self) -> Bytes {
-        Bytes((self.most.get() * size_of::<f32>()) as u64)
     }
 
     /// Returns what gives a pass the parameters, of which `own` is this rank's shard. Before each layer it
@@ -227,9 +215,6 @@ impl UnitParams for WeightReader<'_> {
         for step in steps {
             self.weights.fetch(fetched, step, self.own)?;
         }
-        let held = fetched.held.iter().map(|unit| unit.range.len()).sum::<usize>();
-        let coming = fetched.coming.iter().map(|unit| unit.range.len()).sum::<usize>();
-        self.weights.most.set(self.weights.most.get().max(held + coming));
         if moves {
             (self.advance)(own_elements(units), fetched.order.elements());
         }

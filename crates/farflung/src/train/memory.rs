@@ -11,21 +11,20 @@ mod tests;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use farflung_base::{Bytes, Rank, StageId};
+use farflung_base::{Bytes, MemoryByKind, MemoryKind, Rank, StageId};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::Prepared;
-use farflung_parallel::pipeline::Placement;
 use farflung_parallel::step::{Moment, StepOp, StepWorker as _};
 use farflung_parallel::{Cluster, Coordinates, Plan};
 use farflung_tensor::{Device, Interrupt};
-use farflung_zoo::ModelSpec;
+use farflung_zoo::exchange::{Counted, CountedExchange};
+use farflung_zoo::{Exchange, ModelSpec};
 
 use super::apart::{self, ApartParams};
 use super::bind::ReplicaSchedule;
 use super::bound_plan::BoundPlan;
 use super::boundary::{Boundaries, SamplesSeen, coded_bytes};
 use super::costs::Machines;
-use super::divided_weights::DividedWeights;
 use super::division::Division;
 use super::exchange;
 use super::executor::{Components, Counts, Executor, Pass, Routers, Source, Wires};
@@ -37,36 +36,10 @@ use super::tied::TiedTable;
 use super::trainer::{BuiltChain, chain, divided_weights, stage_of};
 use super::zero;
 use crate::config::choice::StoreKind;
-use crate::{Result, RunSettings, TrainConfig};
+use crate::{Result, RunSettings, StepMemory, TrainConfig};
 
 /// Bytes per f32.
 const F32: u64 = size_of::<f32>() as u64;
-
-/// Peak memory of a rank in a step, by kind.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct StepMemory {
-    /// Parameters, in all versions that microbatches still need.
-    pub weights: Bytes,
-    /// Gradients.
-    pub gradients: Bytes,
-    /// The optimizer's state, and that of the method of synchronisation.
-    pub optimizer: Bytes,
-    /// Hidden states, logits, and all other tensors of the passes.
-    pub activations: Bytes,
-    /// Copies of operands that threads keep between matrix products.
-    pub operands: Bytes,
-    /// Messages, buckets of averages, and the state of codecs of averages and boundaries.
-    pub messages: Bytes,
-}
-
-impl StepMemory {
-    /// Returns the sum.
-    #[must_use]
-    pub const fn total(&self) -> Bytes {
-        let Self { weights, gradients, optimizer, activations, operands, messages } = self;
-        Bytes(weights.0 + gradients.0 + optimizer.0 + activations.0 + operands.0 + messages.0)
-    }
-}
 
 /// Returns the peak memory of each rank of a job.
 ///
@@ -110,8 +83,12 @@ fn of_plan(
         let share = |windows: u64| (windows / plan.sequences().max(1)).saturating_mul(of_step);
         let seen = windows.map_or(all, |windows| share(windows).min(all));
         let seen = match config.boundary_store {
-            StoreKind::Memory => SamplesSeen { held: seen, changed: if seen < all { of_step } else { 0 } },
-            StoreKind::File | StoreKind::Mapped => SamplesSeen { held: 0, changed: of_step },
+            StoreKind::Memory => {
+                SamplesSeen { held: seen, changed: if seen < all { of_step } else { 0 }, in_files: 0 }
+            }
+            StoreKind::File | StoreKind::Mapped => {
+                SamplesSeen { held: 0, changed: of_step, in_files: windows.unwrap_or(0) }
+            }
         };
         let of_rank = |rank| of_rank(plan, model, config, &schedule, plan.at(rank), seen);
         let found: Vec<_> = plan.ranks_of(replica).into_iter().map(of_rank).collect::<Result<_>>()?;
@@ -131,18 +108,16 @@ fn of_rank(
 ) -> Result<StepMemory> {
     let (replica, position) = (at.data, Rank(at.pipeline));
     let device = Device::sizes().with_precision(plan.precision);
-    let held = || device.memory().1 as u64;
-    let mut executor = counting(plan, model, config, schedule, at, &device)?;
+    let exchange = Arc::new(Division::of(plan).counted(at)?);
+    let mut executor = counting(plan, model, config, schedule, at, (&device, &exchange))?;
     let parts = || executor.parts.values().map(|part| part.stage.layout());
     let elements: u64 = parts().map(|layout| layout.count() as u64).sum();
-    let weights: u64 = executor.parts.values().map(weights_of).sum();
-    let gradients: u64 = executor.parts.values().map(|part| buffer(part.grads.shape().len())).sum();
     let placement = schedule.placement();
-    let versions = older_versions(&executor, placement);
-    // The state of earlier steps, which is present while microbatches pass.
-    let begun = held();
+    device.reset_peak();
     run(schedule, position, plan, &mut executor)?;
-    let passed = held();
+    let mut counted = device.memory_by_kind();
+    let files: u64 =
+        executor.parts.values().filter_map(|part| part.disk.as_ref()).map(|disk| disk.sizes().file).sum();
 
     let model_bytes = elements * F32;
     let of_part = |stage| placement.holders(placement.part(stage)).len();
@@ -154,9 +129,6 @@ fn of_rank(
         1 => F32 * apart::whole(&apart) as u64,
         _ => model_bytes.saturating_sub(apart::alone(&apart) as u64 * F32),
     };
-    let mut optimizer = begun - weights - gradients;
-    let gathered: u64 = executor.parts.values().map(|part| part.gathered_bytes().0).sum();
-    let activations = passed.saturating_sub(begun + versions + gathered);
     let operands = device.operands();
     let operands = (operands.packed * config.threads.max(1) + operands.rounded) as u64;
     let slices = Division::of(plan).positions(at.tensor, &schedule.slices)?;
@@ -164,21 +136,29 @@ fn of_rank(
     // One message that is being sent or received, as numbers and as bytes. Messages that are in flight are
     // buffered by the transport and are not counted.
     let largest = if let Wires::Counted(largest) = executor.wires { largest } else { 0 };
-    let mut messages = 2 * largest + coded;
+    let exchanged = exchange.take_exchanges().iter().map(exchange_bytes).max().unwrap_or(0);
+    let mut messages = 2 * largest + coded.memory + exchanged;
     if averaged_bytes > 0 && (holders > 1 || plan.averages_each_step()) {
         let level = plan.outermost();
         let buffers = config.buffer_settings(level.method, level.codec, level.every.into());
-        optimizer += (level.method.buffers)(&buffers).held as u64 * model_bytes;
+        counted.optimizer += Bytes((level.method.buffers)(&buffers).held as u64 * model_bytes);
         let bucket = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
         let own: u64 = executor.parts.values().map(|part| part.chain.shard().len() as u64 * F32).sum();
+        let sharing =
+            plan.divides_state().then(|| sharing(averaged_bytes.into(), own.into(), holders, bucket));
+        // The windows of shards are sent when gradients no longer are.
+        let windows = sharing.filter(|_| !plan.divides_weights()).map_or(0, |bytes| bytes.windows);
         let bytes = if plan.divides_gradients() {
             let units = executor.parts.values().flat_map(|part| part.stage.backward_ranges());
             let largest = units.map(|unit| unit.len() as u64 * F32).max().unwrap_or(0);
-            scattering(largest.into(), (own.into(), averaged_bytes.into()), holders, bucket)
+            scattering(largest.into(), (own.into(), averaged_bytes.into()), holders, bucket).max(windows)
         } else {
             let holders = holders.max(plan.tensor_ranks() as usize);
             let averages = averaging(&level.codec, averaged_bytes.into(), holders, bucket);
-            averages.buckets + averages.messages + averages.residuals
+            // What a rank has alone is in buckets, too.
+            let alone = u128::from(model_bytes - averaged_bytes);
+            let sums = sharing.map_or(0, |bytes| bytes.sums);
+            alone + averages.buckets + averages.residuals + sums + averages.messages.max(windows)
         };
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
         if plan.divides_weights() {
@@ -186,26 +166,23 @@ fn of_rank(
             let units = executor.parts.values().flat_map(|part| part.stage.backward_ranges());
             messages += units.map(|unit| unit.len() as u64 * F32).max().unwrap_or(0);
         }
-        if plan.divides_state() {
-            let bytes = sharing(averaged_bytes.into(), own.into(), holders, bucket);
-            let sums = if plan.divides_gradients() { 0 } else { bytes.sums };
-            // The windows are sent when the activations are no more.
-            let windows =
-                if plan.divides_weights() { 0 } else { bytes.windows.saturating_sub(activations.into()) };
-            messages += u64::try_from(sums + windows).unwrap_or(u64::MAX);
-        }
     }
     if schedule.is_tied_across() && placement.end_of(position).is_some() {
         let tables = executor.parts.values().map(|part| part.table_in_grads().len() as u64 * F32);
         messages += exchange::held(tables.max().unwrap_or(0), exchange::ahead(config.state));
     }
     Ok(StepMemory {
-        weights: Bytes(weights + versions + gathered),
-        gradients: Bytes(gradients),
-        optimizer: Bytes(optimizer),
-        activations: Bytes(activations),
-        operands: Bytes(operands),
-        messages: Bytes(messages),
+        device: counted,
+        host: MemoryByKind {
+            operands: Bytes(operands),
+            messages: Bytes(messages),
+            ..MemoryByKind::default()
+        },
+        disk: MemoryByKind {
+            optimizer: Bytes(files),
+            messages: Bytes(coded.files),
+            ..MemoryByKind::default()
+        },
     })
 }
 
@@ -217,19 +194,19 @@ fn counting(
     config: &RunSettings,
     schedule: &ReplicaSchedule,
     at: Coordinates,
-    device: &Device,
+    (device, exchange): (&Device, &Arc<Counted>),
 ) -> Result<Executor> {
     let (placement, position) = (schedule.placement(), Rank(at.pipeline));
     let part = |stage: StageId| {
         let number = placement.part(stage) as usize;
-        let exchange = Arc::new(Division::of(plan).counted(at)?);
+        let exchange = Arc::clone(exchange) as Arc<dyn Exchange>;
         let built = stage_of(plan, (model, at), schedule, number, (device, exchange))?;
         let shard = zero::own_shard(zero::shards(plan, &built)?.as_ref(), &built, at);
         let held = if plan.divides_weights() { shard.len() } else { built.layout().len() };
         let BuiltChain { chain, disk } =
             chain(config, device, (&built, shard), (1, plan.outermost().every.into()))?;
         let part = Part::new(Parts {
-            params: device.zeros(held)?,
+            params: device.counting_for(MemoryKind::Weights).zeros(held)?,
             weights: divided_weights(plan, (&built, at), None)?,
             stage: built,
             chain,
@@ -286,22 +263,19 @@ fn run(schedule: &ReplicaSchedule, position: Rank, plan: &BoundPlan, executor: &
     executor.update_all(&step, Prepared::with_norm(1.0)?)
 }
 
-/// Returns the bytes of a part's parameters between passes.
-fn weights_of(part: &Part) -> u64 {
-    let more = part.weights.as_ref().map_or(0, DividedWeights::len_in_group);
-    buffer(part.params.shape().len()) + if more > 0 { buffer(more) } else { 0 }
-}
-
-/// Returns the bytes of older versions of an executor's parameters.
-fn older_versions(executor: &Executor, placement: &Placement) -> u64 {
-    let of = |(&stage, part): (&StageId, &Part)| {
-        let most = executor.updates.versions_held(placement.part(stage), placement.depth());
-        buffer(part.stage.layout().len()) * u64::from(most.saturating_sub(1))
+/// Returns the bytes of the host's memory in which ranks that divide layers exchange tensors: copies, messages
+/// to others, and what arrives.
+fn exchange_bytes(exchange: &CountedExchange) -> u64 {
+    let values = match exchange {
+        // Summed in place.
+        CountedExchange::AllReduce(_, values) => *values,
+        // The result twice: by rank and joined.
+        CountedExchange::Gather(_, pieces) => 3 * pieces.iter().sum::<usize>(),
+        CountedExchange::Scatter(_, pieces) => 2 * pieces.iter().sum::<usize>(),
+        CountedExchange::PassOn(_, values) => 3 * values,
+        CountedExchange::AllToAll(_, values) => 4 * values,
+        CountedExchange::Rows(rows) => 4 * rows.cols * rows.rows.iter().sum::<usize>(),
+        CountedExchange::Arrived(_) => 0,
     };
-    executor.parts.iter().map(of).sum()
-}
-
-/// Returns the bytes of a flat f32 buffer: whole pages of 4096 bytes, at least one.
-fn buffer(elements: usize) -> u64 {
-    ((elements * size_of::<f32>()).max(1) as u64).next_multiple_of(4096)
+    (values * size_of::<f32>()) as u64
 }

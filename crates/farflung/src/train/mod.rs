@@ -92,7 +92,7 @@ pub use links::file::{DeclaredLinks, LINKS};
 pub use links::{WorkerConnection, connections, join, read_or_shipped, read_topology};
 pub(crate) use meet::Ranks;
 pub use meet::{RankValue, same_plan};
-pub use memory::{StepMemory, planned_memory, step_memory};
+pub use memory::{planned_memory, step_memory};
 pub use observation::Observation;
 pub use planned::{planned_model, read as read_plan, read_schedule, refusal};
 pub use prediction::Prediction;

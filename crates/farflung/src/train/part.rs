@@ -5,12 +5,11 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-use farflung_base::Bytes;
 use farflung_optim::sync::{StepEnd, Synchroniser};
 use farflung_optim::{Average, Chain, OptimError, Prepared, Shard, weigh};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::StageCost;
-use farflung_tensor::{Op, Param, Tensor};
+use farflung_tensor::{MemoryKind, Op, Param, Tensor};
 use farflung_zoo::layer::Params;
 use farflung_zoo::{Input, Output, Packed, Saved, Slices, Stage, Targets};
 
@@ -149,7 +148,7 @@ impl Part {
         let divided = divides.then(|| DividedGradients::new(&stage, shards.as_ref()));
         let gradients = if divides { chain.shard().len() } else { stage.layout().len() };
         Ok(Self {
-            grads: stage.device().zeros(gradients)?,
+            grads: stage.device().counting_for(MemoryKind::Gradients).zeros(gradients)?,
             divided,
             stage,
             params,
@@ -200,11 +199,6 @@ impl Part {
         }
     }
 
-    /// Returns the most bytes of parameters that passes have gathered at a time.
-    pub(super) fn gathered_bytes(&self) -> Bytes {
-        self.weights.as_ref().map_or(Bytes(0), DividedWeights::most)
-    }
-
     /// Drops what is gathered of the parameters.
     fn drop_weights(&mut self) {
         if let Some(weights) = &mut self.weights {
@@ -214,7 +208,7 @@ impl Part {
 
     /// Puts off the update with the gradients so far until the table's sum arrives, and starts the next one.
     pub(super) fn defer_update(&mut self, table: Option<Exchange>, needed: Option<u32>) -> Result<()> {
-        let next = self.spare.take().map_or_else(|| self.stage.zeros(), Ok)?;
+        let next = self.spare.take().map_or_else(|| self.zero_gradients(), Ok)?;
         let grads = std::mem::replace(&mut self.grads, next);
         self.deferred.push_back(DeferredUpdate { grads, table, needed });
         if let Some(average) = self.average() {
@@ -239,6 +233,11 @@ impl Part {
         std::mem::swap(&mut self.grads, &mut grads);
         (self.pending, self.spare) = (pending, Some(grads));
         Ok(())
+    }
+
+    /// Returns zeros for the gradients of all parameters.
+    fn zero_gradients(&self) -> Result<Tensor> {
+        Ok(self.grads.device().zeros(self.stage.layout().len())?)
     }
 
     fn at(&self, version: u32) -> &Tensor {
@@ -390,10 +389,11 @@ impl Part {
     ///
     /// Errors: no memory for other gradients in their place.
     pub(super) fn take_own_gradients(&mut self) -> Result<Tensor> {
-        match self.before.take() {
-            Some(before) => Ok(before),
-            None => Ok(std::mem::replace(&mut self.grads, self.stage.zeros()?)),
+        if let Some(before) = self.before.take() {
+            return Ok(before);
         }
+        let zeros = self.zero_gradients()?;
+        Ok(std::mem::replace(&mut self.grads, zeros))
     }
 
     /// Continues a step with the gradients that this rank had. `None`: it had none.
@@ -407,7 +407,7 @@ impl Part {
     /// Makes a buffer for the values that replicas average in this step, if these are not the gradients.
     fn make_room(&mut self) -> Result<()> {
         match (self.chain.contributes(), &self.contribution) {
-            (true, None) => self.contribution = Some(self.stage.zeros()?),
+            (true, None) => self.contribution = Some(self.zero_gradients()?),
             (false, Some(_)) => self.contribution = None,
             _ => {}
         }

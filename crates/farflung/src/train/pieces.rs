@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use farflung_base::Rank;
 use farflung_optim::{Shard, ShardPiece};
-use farflung_tensor::{Param, Tensor};
+use farflung_tensor::{MemoryKind, Param, Tensor};
 use farflung_zoo::weights::StoredLayout;
 use farflung_zoo::{AxisShare, Cut, Stage, TensorSpec};
 
@@ -171,6 +171,15 @@ const METHOD: &str = "outer.";
 const AVERAGED: &str = "averaged.";
 
 impl StateKind {
+    /// Returns what its memory is used for.
+    pub(super) const fn memory_kind(&self) -> MemoryKind {
+        match self {
+            Self::Parameters | Self::OwnParameters => MemoryKind::Weights,
+            Self::Optimizer(_) | Self::Method(_) | Self::Averaged(_) => MemoryKind::Optimizer,
+            Self::Gradients => MemoryKind::Gradients,
+        }
+    }
+
     /// Returns its name in checkpoints; empty for parameters, whose tensors have their plain names.
     pub(super) fn name(&self) -> String {
         match self {

@@ -11,7 +11,7 @@ use super::checkpoint::Totals;
 use super::finished;
 use super::job::Job;
 use super::trainer::StepDone;
-use crate::{MetricsWriter, PeerCounters, RunDir, StepMetrics};
+use crate::{CountedMemory, MetricsWriter, PeerCounters, RunDir, StepMetrics};
 
 /// The start of this part of the run, and the resources used before.
 #[derive(Debug, Clone, Copy)]
@@ -55,18 +55,19 @@ pub(super) struct RunRecorder<'a, 'w> {
     pub(super) time_s: f64,
 }
 
+/// What was found after a step, besides its loss.
+#[derive(Debug, Default)]
+pub(super) struct AfterStepFindings {
+    pub(super) val_loss: Option<f64>,
+    pub(super) digest: Option<String>,
+    pub(super) memory: Option<CountedMemory>,
+    pub(super) peers: Vec<PeerCounters>,
+}
+
 impl RunRecorder<'_, '_> {
     /// Records a step. After local steps of replicas, the row is written once the losses of all replicas are
     /// known: `train_loss` is the mean over all tokens of the step, of all replicas, for every method.
-    pub(super) fn step(
-        &mut self,
-        job: &Job,
-        done: &StepDone,
-        val_loss: Option<f64>,
-        digest: Option<String>,
-        totals: &Totals,
-        peers: Vec<PeerCounters>,
-    ) {
+    pub(super) fn step(&mut self, job: &Job, done: &StepDone, found: AfterStepFindings, totals: &Totals) {
         let tokens = job.tokens_after(done.step);
         let new = tokens - job.tokens_after(done.step - 1);
         let row = StepMetrics {
@@ -75,14 +76,15 @@ impl RunRecorder<'_, '_> {
             wall_s: totals.wall_s,
             tokens,
             train_loss: done.loss,
-            val_loss,
+            val_loss: found.val_loss,
             bytes_sent: totals.bytes_sent,
             bytes_received: totals.bytes_received,
             tokens_per_s: new as f64 / (totals.time_s - self.time_s).max(1e-9),
             drift: done.drift.map(|d| d.distance),
-            digest,
+            digest: found.digest,
             experts: done.experts.clone(),
-            peers,
+            memory: found.memory,
+            peers: found.peers,
         };
         self.time_s = totals.time_s;
         if let Some(watch) = &mut self.watch {

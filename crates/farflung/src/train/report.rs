@@ -21,7 +21,7 @@ use crate::data_notes::DataSource;
 use crate::events::causes;
 use crate::plot::loss_curve_svg;
 use crate::run_dir::METRICS;
-use crate::{Error, PathCounters, PeerCounters, Result, RunDir, StepMetrics};
+use crate::{Error, PathCounters, PeerCounters, Result, RunDir, StepMemory, StepMetrics};
 
 /// The report's file in a run's folder.
 pub(super) const REPORT: &str = "report.json";
@@ -105,6 +105,9 @@ pub struct Report {
     /// paths between them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub peers: Vec<PeerCounters>,
+    /// Memory of rank 0 in the step that took the most, of those that this process trained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<StepMemory>,
     /// Predictions for other ways to run it.
     #[serde(skip)]
     what_if: Option<Answer>,
@@ -181,6 +184,12 @@ fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
     Ok(Some(answer.answer(&|algorithm, codec, values| prices.of(algorithm, codec, values))?))
 }
 
+/// Returns the memory of the step that took the most.
+fn most_memory(rows: &[StepMetrics]) -> Option<StepMemory> {
+    let counted = rows.iter().filter_map(|row| row.memory);
+    counted.map(|counted| counted.step).max_by_key(StepMemory::total)
+}
+
 impl Report {
     pub(super) fn new(
         job: &Job,
@@ -223,6 +232,7 @@ impl Report {
             paths,
             sample,
             peers: rows.last().map_or_else(Vec::new, |row| row.peers.clone()),
+            memory: most_memory(&rows),
             folder: job.out.as_ref().map(|p| p.display().to_string()),
             what_if,
             rows,
@@ -302,6 +312,10 @@ impl fmt::Display for Report {
             self.tokens_per_s,
             seconds(self.wall_s)
         )?;
+        if let Some(memory) = &self.memory {
+            let of = if self.workers > 1 { "rank 0, " } else { "" };
+            writeln!(f, "memory            {of}{memory}")?;
+        }
         let paths = self.peer_paths();
         for (peer, path) in paths.iter().take(PATHS) {
             let (sent, received) = (Bytes(peer.bytes_sent), Bytes(peer.bytes_received));

@@ -8,7 +8,7 @@ use super::checkpoint;
 use super::elastic::ViewSteps;
 use super::job::Job;
 use super::observation::Observation;
-use super::record::{Clock, RunRecorder};
+use super::record::{AfterStepFindings, Clock, RunRecorder};
 use super::stop_in_step::RunProgress;
 use super::trainer::{Synced, Thoroughness, Trainer};
 use crate::events::{EventKind, EventLog, causes};
@@ -66,8 +66,9 @@ impl Steps<'_, '_> {
     pub(super) fn record_resolved(&mut self, trainer: &mut Trainer) {
         let Some(done) = trainer.take_resolved().filter(|_| self.tells) else { return };
         let totals = self.clock.totals(trainer.comm());
-        let peers = PeerCounters::all(trainer.comm());
-        self.record.step(&self.job, &done, None, None, &totals, peers);
+        let found =
+            AfterStepFindings { peers: PeerCounters::all(trainer.comm()), ..AfterStepFindings::default() };
+        self.record.step(&self.job, &done, found, &totals);
     }
 
     /// Trains a step, and then checks, evaluates and saves if that is due.
@@ -83,7 +84,9 @@ impl Steps<'_, '_> {
         let stops = stop.requested().is_some() && (stop.is_for_all() || !self.job.leaves_alone());
         let (next, rank) = (trainer.steps_done() + 1, trainer.rank().0);
         trainer.set_state_totals(kept.totals);
+        trainer.begin_memory();
         let done = tracing::debug_span!("step", step = next, rank).in_scope(|| trainer.step(stops))?;
+        let memory = self.tells.then(|| trainer.memory());
         let config = &self.job.config;
         let agreed = done.synced == Synced::Yes;
         if agreed {
@@ -150,7 +153,9 @@ impl Steps<'_, '_> {
         // check fails, there is no row.
         if self.tells && looked.as_ref().err().is_none_or(Error::is_interruption) {
             let totals = self.clock.totals(trainer.comm());
-            self.record.step(&self.job, &done, seen.val_loss, seen.digest, &totals, peers);
+            let (val_loss, digest) = (seen.val_loss, seen.digest);
+            let found = AfterStepFindings { val_loss, digest, memory, peers };
+            self.record.step(&self.job, &done, found, &totals);
             self.record.record_losses(&seen.losses);
         }
         looked?;

@@ -10,7 +10,7 @@ use farflung_base::{Nanos, Rank};
 use super::checkpoint::{self, Totals};
 use super::division::Division;
 use super::job::Job;
-use super::record::{Clock, RunRecorder};
+use super::record::{AfterStepFindings, Clock, RunRecorder};
 use super::trainer::{Thoroughness, Trainer};
 use crate::checkpoint::folder;
 use crate::events::{EventKind, EventLog, causes};
@@ -194,8 +194,9 @@ fn record_resolved(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut Ru
     if trainer.rank() == Rank(0) {
         let metrics = Some(run.metrics(done.step - 1)?);
         let mut record = RunRecorder { link: None, metrics, watch: None, rows: Vec::new(), told: 0, time_s };
-        let peers = PeerCounters::all(trainer.comm());
-        record.step(job, &done, None, None, &kept.totals, peers);
+        let found =
+            AfterStepFindings { peers: PeerCounters::all(trainer.comm()), ..AfterStepFindings::default() };
+        record.step(job, &done, found, &kept.totals);
     }
     Ok(())
 }

@@ -15,6 +15,7 @@ mod agree;
 mod build;
 mod carry;
 mod copies;
+mod counted_memory;
 mod ending;
 mod gather;
 mod gathered_weights;
@@ -477,8 +478,7 @@ impl Trainer {
             let Executor { comm, spent, .. } = &mut self.executor;
             add_since(begun, comm, &mut spent.disk);
         }
-        let (mut voting, mut norm_voting) = (None, None);
-        let (mut found, mut norm) = (None, None);
+        let (mut voting, mut norm_voting, mut found, mut norm) = (None, None, None, None);
         for op in self.list.at(step::Moment::Reduce).to_vec() {
             let begun = self.executor.comm.now();
             match op {

@@ -206,7 +206,7 @@ pub(super) fn reductions(plan: &BoundPlan, shards: &Shards, range: &Range<usize>
             return WindowOperations { starts: vec![starts], passes_on: None };
         };
         let inside = |(group, members): (usize, &Vec<usize>)| {
-            let sent = groups.inside(group, &lengths, bytes);
+            let sent = groups.inside(group, &lengths, |len| len * size_of::<f32>());
             let ranks: Vec<Rank> = members.iter().map(|&member| Rank(member as u32)).collect();
             uneven_all_to_all_operation(members.len(), |_, to| Bytes(sent[to] as u64)).among(&ranks)
         };

@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::curve::Curve;
+use crate::CountedMemory;
 use crate::metrics::MixtureMetrics;
 
 /// State of a run, as far as its files tell.
@@ -36,6 +37,8 @@ pub struct Summary {
     pub timeline: Vec<StepFacts>,
     /// What routers of experts chose in the newest step, by layer.
     pub experts: Vec<MixtureMetrics>,
+    /// Memory of the process that writes the metrics, in the newest step.
+    pub memory: Option<CountedMemory>,
     /// Events, oldest first.
     pub events: Vec<EventFacts>,
     /// Number of older events that are left out.

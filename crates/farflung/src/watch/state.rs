@@ -347,6 +347,7 @@ impl State {
             more_members,
             timeline: self.timeline.facts(self.who.ranks()),
             experts: self.latest.as_ref().map_or_else(Vec::new, |row| row.experts.clone()),
+            memory: self.latest.as_ref().and_then(|row| row.memory),
             events: self.events.clone(),
             more_events: self.more_events,
             problems: self.problems.values().cloned().collect(),

@@ -52,7 +52,7 @@ fn a_finished_run_is_left_alone_and_its_report_is_printed() {
     );
     assert!(!stderr(&again).contains("resumed"), "{}", stderr(&again));
     let (first, again) = (stdout(&first), stdout(&again));
-    for line in ["gpt-2x8: ", "validation loss ", "sent per worker ", "plain all-reduce "] {
+    for line in ["gpt-2x8: ", "validation loss ", "sent per worker ", "memory ", "plain all-reduce "] {
         let found = |text: &str| text.lines().find(|l| l.starts_with(line)).map(str::to_owned).unwrap();
         assert_eq!(found(&again), found(&first));
     }

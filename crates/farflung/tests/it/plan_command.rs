@@ -134,14 +134,15 @@ fn auto_refuses_a_model_that_fits_nowhere_and_a_kind_that_does_not_exist() {
 fn auto_divides_the_state_where_machines_hold_it_but_not_the_averages_and_refuses_less() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("machines.toml");
-    let args = format!("auto {} --model nano --only data", path.display());
+    // A model that is larger than the windows in which replicas send each other shards.
+    let args = format!("auto {} --model gpt2 --only data", path.display());
     let write = |memory: &str| {
         let file = format!(
             "default = \"lan\"\n[[device]]\nname = \"d\"\ncount = 2\nflops = \"1 TFLOPS\"\nmemory = \"{memory}\"\n"
         );
         std::fs::write(&path, file).unwrap();
     };
-    write("1GB");
+    write("10GB");
     let seen = json(&args);
     let needs = seen["memory"]["d.0"].as_u64().unwrap();
     let kinds = seen["memory_by_kind"]["d.0"].as_object().unwrap();
@@ -149,7 +150,7 @@ fn auto_divides_the_state_where_machines_hold_it_but_not_the_averages_and_refuse
     let messages = kinds["messages"].as_u64().unwrap();
     assert!(messages > 0, "{seen}");
     write(&format!("{needs}B"));
-    assert_eq!(json(&args)["memory"]["d.0"].as_u64(), Some(needs), "just enough");
+    assert!(json(&args)["memory"]["d.0"].as_u64().unwrap() <= needs, "just enough");
     write(&format!("{}B", needs - messages / 8));
     // Half of the state is enough.
     let divided = json(&args);

@@ -163,6 +163,11 @@ impl BucketProtocols {
         self.matrices.iter_mut().for_each(|matrix| matrix.protocol.rollback());
     }
 
+    /// Returns the bytes of the protocols' state.
+    pub(super) fn held(&self) -> usize {
+        self.matrices.iter().map(|matrix| matrix.protocol.held().memory).sum()
+    }
+
     /// Appends the state of the protocols; its name is `prefix`, then the parameter.
     pub(super) fn save(&self, prefix: &str, saved: &mut Vec<(String, Vec<f32>)>) -> Result<(), OptimError> {
         for matrix in &self.matrices {

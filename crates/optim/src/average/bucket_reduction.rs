@@ -108,6 +108,15 @@ impl BucketReduction {
         }
     }
 
+    /// Returns the bytes of the codecs' state in the host's memory.
+    pub(super) fn held(&self) -> usize {
+        match self {
+            Self::Plain(_) | Self::Owned(_) => 0,
+            Self::Coded(codecs) => codecs.held(),
+            Self::Rounds(rounds) => rounds.held(),
+        }
+    }
+
     /// Appends the state that is kept between rounds; each name begins with `prefix`.
     pub(super) fn save(&self, prefix: &str, saved: &mut Vec<(String, Vec<f32>)>) -> Result<(), OptimError> {
         match self {

@@ -143,6 +143,11 @@ impl Codecs {
         self.lock().end(Stream::rollback);
     }
 
+    /// Returns the bytes of the codecs' state in the host's memory.
+    pub(super) fn held(&self) -> usize {
+        self.lock().streams.values().map(|stream| stream.held().memory).sum()
+    }
+
     /// Appends the state of each codec; its name is `prefix`, then the phase (worker or server) and the block.
     pub(super) fn save(&self, prefix: &str, saved: &mut Vec<(String, Vec<f32>)>) -> Result<(), OptimError> {
         self.each(prefix, |codec, prefix, _| {

@@ -1,6 +1,7 @@
 //! `DES-LOC`: local Adam whose parameters, first moments and second moments are averaged, each with its own
 //! period.
 
+use farflung_base::Bytes;
 use farflung_comm::Algorithm;
 use farflung_tensor::Tensor;
 
@@ -230,6 +231,9 @@ impl Synchroniser for DesLoc {
     }
     fn average(&self) -> &Average {
         self.params.average()
+    }
+    fn held(&self) -> Bytes {
+        self.params.average().held() + self.plain.held()
     }
     fn average_mut(&mut self) -> &mut Average {
         self.params.average_mut()

@@ -1,7 +1,7 @@
 //! Asynchronous model averaging: replicas train on while their parameters are averaged in the background,
 //! started by a timer.
 
-use farflung_base::{Nanos, Pending};
+use farflung_base::{Bytes, Nanos, Pending};
 use farflung_comm::{CommError, Communicator, ReduceOp, WaitMode};
 use farflung_tensor::Tensor;
 
@@ -278,6 +278,9 @@ impl Synchroniser for ModelAverage {
     }
     fn average(&self) -> &Average {
         &self.gradients
+    }
+    fn held(&self) -> Bytes {
+        self.gradients.held() + self.mean.average.held()
     }
     fn average_mut(&mut self) -> &mut Average {
         &mut self.gradients

@@ -1,6 +1,7 @@
 //! Averages of 0/1 Adam. At first, gradients are averaged: as plain f32 in steps that change the variance, and
 //! through the codec in other steps. Later, the values that local steps accumulated are averaged.
 
+use farflung_base::Bytes;
 use farflung_tensor::Tensor;
 
 use super::mean::copy;
@@ -199,6 +200,9 @@ impl Synchroniser for ZeroOne {
     }
     fn average(&self) -> &Average {
         &self.coded
+    }
+    fn held(&self) -> Bytes {
+        self.plain.held() + self.coded.held()
     }
     fn average_mut(&mut self) -> &mut Average {
         &mut self.coded

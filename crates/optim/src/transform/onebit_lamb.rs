@@ -1,7 +1,9 @@
 //! LAMB whose variance and layer coefficients are frozen after a warm-up, so that replicas can average first
 //! moments through any codec.
 
-use farflung_tensor::{DType, Op, Param, Program, ProgramBuilder, Tensor, TensorError, Value, View};
+use farflung_tensor::{
+    DType, MemoryKind, Op, Param, Program, ProgramBuilder, Tensor, TensorError, Value, View,
+};
 
 use super::{Contribution, FrozenAdam, Transform, require, require_eps, require_share};
 use crate::OptimError;
@@ -255,7 +257,8 @@ impl<'a, 't> Layer<'a, 't> {
     /// Takes a step after the warm-up for the tensor and returns the factor of its update.
     fn frozen(&mut self, [_, frozen, decayed]: &[Program; 3], decay: f32) -> Result<f64, OptimError> {
         let (start, len) = (self.param.start, self.param.shape.len());
-        let mut ratio = self.tensors.params.device().empty(DType::F32, len)?;
+        let device = self.tensors.params.device().counting_for(MemoryKind::Optimizer);
+        let mut ratio = device.empty(DType::F32, len)?;
         let [m, v, w, _] = &mut *self.tensors.states else { unreachable!("it has four states") };
         let writes = &mut [
             self.tensors.update.view_mut().part(start, len)?,

@@ -1,7 +1,7 @@
 //! Muon's orthogonalization.
 
 use farflung_tensor::{
-    Fuse, Op, Param, Precision, Program, ProgramBuilder, Shape, Tensor, TensorError, View,
+    Fuse, MemoryKind, Op, Param, Precision, Program, ProgramBuilder, Shape, Tensor, TensorError, View,
 };
 
 use super::Transform;
@@ -122,7 +122,7 @@ fn newton_schulz(
     i: usize,
     shape: [usize; 2],
 ) -> Result<(), OptimError> {
-    let device = tensors.device().with_precision(Precision::F32);
+    let device = tensors.device().with_precision(Precision::F32).counting_for(MemoryKind::Optimizer);
     let (tall, least) = (shape[0] > shape[1], shape[0].min(shape[1]));
     let square = || device.zeros([least, least]);
     let (mut gram, mut poly, mut moved) = (square()?, square()?, device.zeros(shape)?);

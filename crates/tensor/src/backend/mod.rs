@@ -19,6 +19,9 @@ pub(crate) mod sizes;
 pub(crate) trait Storage: Any + Debug + Send + Sync {
     /// Returns the buffer's address and length if it is in host memory.
     fn host(&self) -> Option<(NonNull<u8>, usize)>;
+
+    /// Returns the bytes that it takes on the device, rounded as the backend rounds them.
+    fn bytes(&self) -> usize;
 }
 
 /// A byte range of a buffer. It is created from a view, and the kind of view decides whether it may be written.

@@ -26,6 +26,10 @@ impl Storage for Size {
     fn host(&self) -> Option<(NonNull<u8>, usize)> {
         None
     }
+
+    fn bytes(&self) -> usize {
+        self.rounded
+    }
 }
 
 #[derive(Debug, Default)]

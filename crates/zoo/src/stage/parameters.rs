@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use farflung_tensor::{Param, Shape, Tensor, TensorError};
+use farflung_tensor::{MemoryKind, Param, Shape, Tensor, TensorError};
 
 use super::Stage;
 use crate::layer::UnitGrads;
@@ -57,7 +57,7 @@ impl Stage {
     #[must_use]
     pub fn unit_grads(&self) -> UnitGrads {
         let units = self.backward_ranges().into_iter().rev().collect();
-        UnitGrads::new(self.device.clone(), units)
+        UnitGrads::new(self.device.counting_for(MemoryKind::Gradients), units)
     }
 
     /// Creates initial parameters, a pure function of the seed. They are equal for a stage and for the same
@@ -119,7 +119,7 @@ impl Stage {
                 at += range.len();
             }
         }
-        Ok(self.device.tensor(&values, values.len())?)
+        Ok(self.device.counting_for(MemoryKind::Weights).tensor(&values, values.len())?)
     }
 
     /// Writes a whole model to a folder in Hugging Face's layout, as [`weights::write`] does. [`Stage::load`]

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
+use farflung::StepMemory;
 use farflung::base::{Bytes, Nanos, Rank};
 use farflung::parallel::churn::CheckpointedJob;
 use farflung::parallel::{Axis, Cluster, ParallelError, Plan, render};
@@ -11,7 +12,7 @@ use farflung::train::auto::{
     Bottleneck, Candidate, FileChange, Improvement, PlanKind, Ranking, RunningCosts, Wanted, auto,
     bottleneck, by_region, improvements, renamed, running_costs, sent,
 };
-use farflung::train::{PipelineSizes, Prediction, StepMemory};
+use farflung::train::{PipelineSizes, Prediction};
 use farflung::zoo::ModelSpec;
 use farflung::{Error, Result};
 
@@ -273,12 +274,7 @@ fn json(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize) -> serde
         .cloned()
         .zip(held.iter().map(|held| serde_json::json!(held.total().0)))
         .collect();
-    let kinds = |held: &StepMemory| {
-        serde_json::json!({
-            "weights": held.weights.0, "gradients": held.gradients.0, "optimizer": held.optimizer.0,
-            "activations": held.activations.0, "operands": held.operands.0, "messages": held.messages.0,
-        })
-    };
+    let kinds = |held: &StepMemory| serde_json::json!(held.by_kind());
     let by_kind: serde_json::Map<_, _> = plan.machines.iter().cloned().zip(held.iter().map(kinds)).collect();
     let each = candidates.iter().map(|candidate| {
         serde_json::json!({
@@ -340,7 +336,7 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usi
             text,
             "{machine:>16} {replica:>8} {layers:>12} {:>10} {:>12}",
             held.total(),
-            held.activations
+            held.device.activations
         );
     }
     let shares: Vec<String> = plan.microbatches.iter().map(ToString::to_string).collect();

@@ -9,9 +9,9 @@ use farflung_parallel::{Coordinates, Plan, ScheduleSource, all_reduce_bytes};
 use farflung_zoo::profile::{DividedSequences, ModelProfile};
 use farflung_zoo::{AxisShare, ModelSpec};
 
+use crate::StepMemory;
 use crate::train::activations::profile;
 use crate::train::chain::layers_of;
-use crate::train::memory::StepMemory;
 
 /// Kind of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -6,8 +6,8 @@ use farflung_parallel::{Level, Plan};
 use super::candidate::rank_memory;
 use super::plan_request::PlanRequest;
 use super::ranking::too_small;
-use crate::Result;
-use crate::train::memory::{StepMemory, planned_memory};
+use crate::train::memory::planned_memory;
+use crate::{Result, StepMemory};
 
 /// The unit of weights that follow memory.
 const WHOLE: f64 = 1000.0;
@@ -106,14 +106,19 @@ impl PlanRequest<'_> {
 mod tests {
     use farflung_base::Bytes;
     use farflung_parallel::Cluster;
-    use farflung_zoo::ModelSpec;
+    use farflung_zoo::{ModelSpec, gpt2};
 
     use super::super::{Wanted, auto};
     use crate::train::{PipelineSizes, planned_memory};
 
+    /// Returns a model that is larger than the windows in which replicas send each other shards.
+    fn model() -> ModelSpec {
+        gpt2(4, 4, 512, 32, 256).unwrap()
+    }
+
     /// Returns the fastest plan of replicas on two machines with these bytes of memory.
     fn found(memory: [u64; 2]) -> Option<farflung_parallel::Plan> {
-        let model = ModelSpec::preset("nano").unwrap();
+        let model = model();
         let machine = |(name, bytes): (&str, u64)| {
             format!("[[device]]\nname = \"{name}\"\nflops = \"100 GFLOPS\"\nmemory = \"{bytes}B\"\n")
         };
@@ -121,7 +126,7 @@ mod tests {
         let cluster: Cluster = format!("default = \"10gbit,10us\"\n{file}").parse().unwrap();
         let sizes = PipelineSizes { batch: 1, microbatches: 2 };
         let wanted = Wanted { only: Some(super::super::PlanKind::Data), keep: 1, each_kind: false };
-        let plan = auto("nano", &model, &cluster, sizes, wanted).ok()?.candidates.swap_remove(0).plan;
+        let plan = auto("wide", &model, &cluster, sizes, wanted).ok()?.candidates.swap_remove(0).plan;
         let held = planned_memory(&plan, &model, &cluster).unwrap();
         let fits = plan
             .machines
@@ -134,15 +139,16 @@ mod tests {
 
     #[test]
     fn replicas_divide_the_state_where_memory_says_so() {
-        let parameters = ModelSpec::preset("nano").unwrap().parameters();
-        let (plenty, rest) = (1 << 30, 20 << 20);
+        let parameters = model().parameters();
+        // The rest is that of gradients' buckets, messages and activations.
+        let (plenty, rest) = (1 << 30, 12 * parameters + (20 << 20));
         assert_eq!(found([plenty, plenty]).unwrap().zero, 0);
         // Both have memory for weights, gradients, activations and half of the state, not for all of it.
         let halves = 8 * parameters + rest;
         let whole = found([halves + 8 * parameters, halves + 8 * parameters]).unwrap();
         assert_eq!(whole.zero, 0, "{whole}");
         let least = (0..40)
-            .map(|step| rest - (step << 19))
+            .map(|step| rest - step * rest / 40)
             .find(|&rest| found([8 * parameters + rest; 2]).is_none_or(|plan| plan.zero > 0));
         let least = 8 * parameters + least.unwrap();
         let divided = found([least, least]).unwrap();

@@ -10,12 +10,12 @@ use farflung_zoo::ModelSpec;
 
 use super::candidate::{Candidate, Draft, PlanKind};
 use super::side_by_side::side_by_side;
-use crate::Result;
 use crate::train::Prediction;
 use crate::train::activations::profile;
 use crate::train::chain::layer_parameters;
 use crate::train::costs::Machines;
-use crate::train::memory::{StepMemory, planned_memory};
+use crate::train::memory::planned_memory;
+use crate::{Result, StepMemory};
 
 /// The plans that a search returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

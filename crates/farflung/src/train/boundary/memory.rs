@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use farflung_base::Rank;
-use farflung_compress::link::SampleShape;
+use farflung_compress::link::{FileStore, SampleShape};
 use farflung_parallel::pipeline::Placement;
 
 use super::ends;
@@ -17,14 +17,24 @@ const ENTRY: u64 = 48;
 pub(in crate::train) struct SamplesSeen {
     /// Number of distinct samples of the whole run that are stored in memory; 0 if files store them.
     pub(in crate::train) held: u64,
+    /// Number of samples for which each file has room; 0 if memory stores them.
+    pub(in crate::train) in_files: u64,
     /// Number of stored samples that a step changes. If files store samples: number of samples that a step
     /// writes to a file.
     pub(in crate::train) changed: u64,
 }
 
-/// Returns the peak bytes of the encoded ends of the rank at `position`: buffers to encode and decode, and the
-/// samples of stateful codecs. The changed value of a sample is held beside the old one until the step's
-/// commit.
+/// Bytes of the encoded ends of a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(in crate::train) struct CodedBytes {
+    /// Peak bytes in the host's memory: buffers to encode and decode, and the samples of stateful codecs.
+    pub(in crate::train) memory: u64,
+    /// Bytes of the files of samples.
+    pub(in crate::train) files: u64,
+}
+
+/// Returns the peak bytes of the encoded ends of the rank at `position`. The changed value of a sample is held
+/// beside the old one until the step's commit.
 pub(in crate::train) fn coded_bytes(
     plan: &BoundPlan,
     placement: &Placement,
@@ -32,13 +42,16 @@ pub(in crate::train) fn coded_bytes(
     slices: &[Range<usize>],
     channels: usize,
     seen: SamplesSeen,
-) -> u64 {
-    let mut sum = 0;
+) -> CodedBytes {
+    let mut sum = CodedBytes::default();
     for end in ends(plan, placement, position, slices) {
         let shape = SampleShape { positions: end.positions, channels };
-        sum += end.spec.working_bytes(shape, plan.batch as usize) as u64;
+        sum.memory += end.spec.working_bytes(shape, plan.batch as usize) as u64;
         if let Some(samples) = end.spec.samples(shape) {
-            sum += (seen.held + seen.changed) * (samples.bytes() as u64 + ENTRY);
+            sum.memory += (seen.held + seen.changed) * (samples.bytes() as u64 + ENTRY);
+            if seen.in_files > 0 {
+                sum.files += FileStore::file_bytes(samples, seen.in_files);
+            }
         }
     }
     sum

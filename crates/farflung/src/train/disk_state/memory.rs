@@ -1,7 +1,7 @@
 //! The memory of pieces: tensors that files are read into and written from.
 
 use farflung_store::{Arrays, BLOCK, checksum};
-use farflung_tensor::{Device, Tensor, TensorError, View};
+use farflung_tensor::{Device, MemoryByKind, MemoryKind, Tensor, TensorError, View};
 
 use crate::Result;
 
@@ -32,10 +32,17 @@ impl PieceMemory {
     pub(super) fn new(device: &Device, states: usize, (longest, is_whole): (usize, bool)) -> Result<Self> {
         // A device that only counts counts as the host.
         let is_host = device.is_counting() || device.zeros(1)?.host::<f32>().is_some();
-        let host = if is_host { device.clone() } else { Device::cpu(1)? };
+        let cpu = || Ok::<_, TensorError>(Device::cpu(1)?.counting_for(MemoryKind::Optimizer));
+        let host = if is_host { device.clone() } else { cpu()? };
         let longest = padded(longest) / size_of::<f32>();
         let away = (!is_host).then(|| device.clone());
         Ok(Self { host, away, states, copies_params: !is_host || !is_whole, longest })
+    }
+
+    /// Returns the bytes of buffers in the host's memory. If that is the memory of the optimizer's device, the
+    /// device counts them.
+    pub(super) fn held_on_host(&self) -> MemoryByKind {
+        self.away.as_ref().map_or_else(MemoryByKind::default, |_| self.host.in_use_by_kind())
     }
 
     /// Returns buffers of whole pieces.

@@ -49,16 +49,32 @@ fn job(mut config: TrainConfig) -> Job {
     Job::new(config, workers, Stop::manual()).unwrap()
 }
 
-/// Returns the most bytes that each rank's device held during two steps.
-fn measured(job: &Job) -> Vec<u64> {
+/// Returns what each rank's device held in the second of two steps, by kind.
+fn measured(job: &Job) -> Vec<MemoryByKind> {
+    counted(job).into_iter().map(|held| held.device).collect()
+}
+
+/// Returns what each rank held in the second of two steps.
+fn counted(job: &Job) -> Vec<StepMemory> {
     std::thread::scope(|scope| {
         let held = |connection: crate::train::WorkerConnection| {
             let mut trainer = Trainer::new(job, connection.comm, 1).unwrap();
             let folder = tempfile::tempdir().unwrap();
             trainer.keep_state_in(job, folder.path()).unwrap();
             trainer.step(false).unwrap();
+            trainer.begin_memory();
             trainer.step(false).unwrap();
-            trainer.stage().device().memory().1 as u64
+            let held = trainer.memory();
+            let all = trainer.stage().device().memory();
+            assert_eq!(held.step.device.total().0, all.0 as u64, "all that the device has allocated");
+            let files = std::fs::read_dir(folder.path()).unwrap();
+            let files: u64 = files.map(|file| file.unwrap().metadata().unwrap().len()).sum();
+            assert_eq!(held.step.disk.optimizer.0, files);
+            // Older versions of parameters, and gradients of units, are dropped with the step.
+            let (after, most) = (held.device_after, held.step.device);
+            assert!(after.weights.0 > 0 && after.weights <= most.weights, "{held:?}");
+            assert!(after.gradients <= most.gradients && after.activations < most.activations, "{held:?}");
+            held.step
         };
         let ranks: Vec<_> = connections(job, None)
             .unwrap()
@@ -69,9 +85,9 @@ fn measured(job: &Job) -> Vec<u64> {
     })
 }
 
-/// Returns the predicted bytes of buffers.
-fn buffers(held: &StepMemory) -> u64 {
-    held.weights.0 + held.gradients.0 + held.optimizer.0 + held.activations.0
+/// Returns the predicted bytes of buffers, by kind.
+fn buffers(held: &StepMemory) -> MemoryByKind {
+    held.device
 }
 
 #[test]
@@ -269,8 +285,35 @@ fn state_on_disk_is_predicted_to_the_byte() {
     }
     // Pieces of 4 MiB with two moments: at most six, whatever the size of the model.
     let [disk, memory] = held[0];
-    assert_eq!(disk.optimizer.0, 6.min(disk.weights.0.div_ceil(4 << 20) + 1) * 2 * (4 << 20));
-    assert_eq!(memory.optimizer.0, 2 * memory.weights.0);
+    assert_eq!(disk.device.optimizer.0, 6.min(disk.device.weights.0.div_ceil(4 << 20) + 1) * 2 * (4 << 20));
+    assert_eq!(memory.device.optimizer.0, 2 * memory.device.weights.0);
+}
+
+#[test]
+fn files_buckets_and_residuals_are_counted() {
+    let disk = job(TrainConfig { state: StatePlace::Disk, ..config(1, Method::OneFOneB) });
+    let (predicted, held) = (step_memory(&disk).unwrap(), counted(&disk));
+    assert_eq!(predicted[0].disk, held[0].disk);
+    assert!(held[0].disk.optimizer.0 > 2 * 3 * 4 * disk.model.parameters(), "{held:?}");
+    let averaged = |codec: &str| {
+        let codec = codec.parse().unwrap();
+        job(TrainConfig { codec, workers: 2, ..config(1, Method::OneFOneB) })
+    };
+    let (plain, int8, low_rank) = (averaged("none"), averaged("int8"), averaged("powersgd:1"));
+    let model = 4 * plain.model.parameters();
+    for held in counted(&plain) {
+        assert_eq!((held.host.messages.0, held.device.messages.0), (model, 0), "the buckets");
+    }
+    for held in counted(&int8) {
+        // Buckets of the whole model, and the residuals of two phases: of the model, and of half of it.
+        let predicted = step_memory(&int8).unwrap()[0];
+        assert_eq!(held.host.messages.0, 0, "the device's memory is the host's");
+        let least = 2 * model..predicted.host.messages.0;
+        assert!(least.contains(&held.device.messages.0), "{held:?}, {predicted:?}");
+    }
+    for held in counted(&low_rank) {
+        assert!((2 * model..5 * model).contains(&held.host.messages.0), "{held:?}");
+    }
 }
 
 /// The samples that AQ-SGD's ends store are those in a checkpoint, plus a few words each.
@@ -297,11 +340,14 @@ fn samples_of_boundaries_are_predicted() {
             trainer.step(false).unwrap();
             trainer.step(false).unwrap();
             let state = trainer.boundaries().save().unwrap();
+            let held = trainer.memory().step.host.messages.0;
             let bytes = |value: &StateValue<'_>| match value {
                 StateValue::Bytes(bytes) => bytes.len() as u64,
                 _ => 0,
             };
-            state.values().map(bytes).sum::<u64>()
+            let saved = state.values().map(bytes).sum::<u64>();
+            assert_eq!(held, saved + state.len() as u64 * 32);
+            saved
         };
         let ranks: Vec<_> = connections(&in_memory, None)
             .unwrap()
@@ -310,9 +356,26 @@ fn samples_of_boundaries_are_predicted() {
             .collect();
         for (rank, saved) in ranks.into_iter().map(|rank| rank.join().unwrap()).enumerate() {
             // The samples of two steps in memory; with files, the samples that one step changed.
-            let more = predicted[rank].messages.0 - in_files[rank].messages.0;
+            let more = predicted[rank].host.messages.0 - in_files[rank].host.messages.0;
             assert_eq!(saved, 2 * of_step * 32 * 32 * 2, "rank {rank}");
             assert_eq!(more, saved / 2 + of_step * 48, "rank {rank}");
+        }
+    });
+    // Each rank has a file for what it sends, and one for what it gets.
+    let stored = with(StoreKind::File);
+    std::thread::scope(|scope| {
+        for (connection, predicted) in connections(&stored, None).unwrap().into_iter().zip(&in_files) {
+            let stored = &stored;
+            scope.spawn(move || {
+                let folder = tempfile::tempdir().unwrap();
+                let mut trainer = Trainer::new(stored, connection.comm, 1).unwrap();
+                trainer.hold_samples(stored, Some(folder.path())).unwrap();
+                trainer.step(false).unwrap();
+                let files = std::fs::read_dir(folder.path().join("boundaries")).unwrap();
+                let files: u64 = files.map(|file| file.unwrap().metadata().unwrap().len()).sum();
+                let counted = trainer.memory().step.disk;
+                assert_eq!((counted, counted.messages.0), (predicted.disk, files));
+            });
         }
     });
 }

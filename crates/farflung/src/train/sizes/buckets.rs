@@ -20,6 +20,12 @@ pub(in crate::train) struct AverageBytes {
     pub(in crate::train) saved: u128,
 }
 
+/// Returns the bytes of messages on their way to other ranks, of values that `holders` ranks divide.
+fn to_others(values: u128, holders: usize) -> u128 {
+    let holders = holders.max(1) as u128;
+    values / holders * (holders - 1)
+}
+
 /// Returns the bytes for a part of `model` bytes that `holders` ranks (two or more) average in buckets of at
 /// most `bucket` bytes.
 pub(in crate::train) fn averaging(
@@ -33,7 +39,7 @@ pub(in crate::train) fn averaging(
     let Some(packs) = codec.codec().filter(|_| !codec.is_plain()) else {
         // The shards of two buckets are in flight to all others. Measured: up to three buckets if some ranks
         // are ahead of others.
-        let messages = model.min(2 * bucket as u128) / holders * (holders - 1);
+        let messages = to_others(model.min(2 * bucket as u128), holders as usize);
         let plain = AverageBytes { buckets: model, messages, ..AverageBytes::default() };
         if codec.is_plain() {
             return plain;
@@ -56,7 +62,8 @@ pub(in crate::train) fn averaging(
 pub(in crate::train) struct SharingBytes {
     /// Room for the sum of what the rank owns, and the contributions that came before others.
     pub(in crate::train) sums: u128,
-    /// The windows in which it sends what it has updated and gets the rest, after the passes of a step.
+    /// The windows in which it sends what it has updated and gets the rest, after the passes of a step, with
+    /// their messages.
     pub(in crate::train) windows: u128,
 }
 
@@ -67,12 +74,13 @@ pub(in crate::train) fn sharing(model: u128, own: u128, holders: usize, bucket: 
     // Its own contribution and the next one do not wait.
     let others = holders.saturating_sub(2) as u128;
     let waiting = waiting_at_owner(of_bucket) as u128 * F32 * buckets * others;
-    SharingBytes { sums: own + waiting, windows: model.min(Shards::IN_FLIGHT as u128 * bucket as u128) }
+    let windows = model.min(Shards::IN_FLIGHT as u128 * bucket as u128);
+    SharingBytes { sums: own + waiting, windows: windows + to_others(windows, holders) }
 }
 
 /// Returns the peak bytes of the windows in which `holders` ranks send each other the gradients of units of
-/// at most `unit` bytes, in place of [`averaging`]: values, the sum of what the rank owns of them (`own`
-/// bytes of a part of `model`), and contributions that came before others.
+/// at most `unit` bytes, in place of [`averaging`]: values, messages, the sum of what the rank owns
+/// of them (`own` bytes of a part of `model`), and contributions that came before others.
 pub(in crate::train) fn scattering(
     unit: u128,
     (own, model): (u128, u128),
@@ -84,7 +92,7 @@ pub(in crate::train) fn scattering(
     let of_window = usize::try_from(owned / F32).unwrap_or(usize::MAX);
     let others = holders.saturating_sub(2) as u128;
     let waiting = waiting_at_owner(of_window) as u128 * F32 * others;
-    Shards::IN_FLIGHT as u128 * (window + owned + waiting)
+    Shards::IN_FLIGHT as u128 * (window + to_others(window, holders) + owned + waiting)
 }
 
 #[cfg(test)]

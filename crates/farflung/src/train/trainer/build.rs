@@ -11,7 +11,7 @@ use farflung_optim::{AverageConfig, Chain, Shard, Shards};
 use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights};
 use farflung_parallel::step::{Moment, StepOp, Vote};
 use farflung_parallel::{Coordinates, ParallelError};
-use farflung_tensor::{Device, Interrupt, Tensor};
+use farflung_tensor::{Device, Interrupt, MemoryKind, Tensor};
 use farflung_zoo::exchange::Alone;
 use farflung_zoo::{ActivationPolicy, Exchange, ModelSpec, Stage};
 
@@ -357,6 +357,7 @@ fn synchroniser(
     model: &Stage,
     (params, warmup, rounds): (&Tensor, Warmups, Option<SyncSchedule>),
 ) -> Result<Box<dyn Synchroniser>> {
+    let device = &device.counting_for(MemoryKind::Optimizer);
     let level = job.plan.outermost();
     let local = job.plan.local_steps();
     let period = u64::from(local.period());
@@ -436,6 +437,7 @@ pub(in crate::train) fn chain(
     (stage, shard): (&Stage, Shard),
     (updates, every): (u64, u64),
 ) -> Result<BuiltChain> {
+    let device = &device.counting_for(MemoryKind::Optimizer);
     let local = config.optimizer.chain(config.local(config.schedule(updates)?, updates, every));
     let (local, layout) = (local.groups(config.group.clone().unwrap_or_default()), stage.layout());
     if config.state == StatePlace::Device {

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use farflung_base::{Nanos, Rank, StageId};
+use farflung_base::{MemoryByKind, Nanos, Rank, StageId};
 use farflung_comm::ReduceOp;
 use farflung_optim::Average;
 use farflung_parallel::Plan;
@@ -28,12 +28,19 @@ pub(super) struct RollbackPoint {
     step: u64,
     scale: Vec<f32>,
     parts: BTreeMap<StageId, PartSnapshot>,
+    /// The host's memory, if the copies are there.
+    host: Option<Device>,
 }
 
 impl RollbackPoint {
     /// Returns the number of steps after which the state was copied.
     pub(super) const fn step(&self) -> u64 {
         self.step
+    }
+
+    /// Returns the bytes of copies in the host's memory. The part's device counts the others.
+    pub(super) fn held_on_host(&self) -> MemoryByKind {
+        self.host.as_ref().map_or_else(MemoryByKind::default, Device::in_use_by_kind)
     }
 
     /// Returns the optimizer's counters.
@@ -72,7 +79,8 @@ impl PartSnapshot {
         let kept = |state: FlatState<'_>| {
             // State on disk is refused where a rank returns to an earlier step.
             let values = state.values.tensor()?;
-            let copied = host.map_or_else(
+            let place = |host: &Device| host.counting_for(state.kind.memory_kind());
+            let copied = host.map(place).map_or_else(
                 || copy(values),
                 |host| Ok(host.tensor(&values.to_vec::<f32>()?, values.shape())?),
             );
@@ -127,7 +135,7 @@ impl Trainer {
             Ok((stage, PartSnapshot::new(part, self.each_step, host.as_ref())?))
         };
         let parts = parts.iter().map(marked).collect::<Result<_>>()?;
-        self.mark = Some(RollbackPoint { step: self.step, scale: self.scale.save().to_vec(), parts });
+        self.mark = Some(RollbackPoint { step: self.step, scale: self.scale.save().to_vec(), parts, host });
         Ok(())
     }
 

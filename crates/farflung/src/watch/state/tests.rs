@@ -2,11 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use farflung_base::Bytes;
+
 use super::*;
 use crate::metrics::MixtureMetrics;
 use crate::watch::curve::MOST_POINTS;
 use crate::watch::snapshot::Presence;
-use crate::{Event, EventKind};
+use crate::{CountedMemory, Event, EventKind};
 
 fn row(step: u64) -> StepMetrics {
     StepMetrics {
@@ -277,4 +279,16 @@ fn the_choices_of_the_newest_step_are_shown_up_to_a_bound() {
         let bounded = (shown.len(), shown[0].counts.len());
         assert_eq!(bounded, (layers.min(MOST_LAYERS), experts.min(MOST_EXPERTS)));
     }
+}
+
+#[test]
+fn the_memory_of_the_newest_step_is_shown_if_it_was_counted() {
+    let mut state = State::new("run");
+    metrics(&mut state, 1..=2);
+    assert!(state.snapshot().summary.memory.is_none());
+    let mut memory = CountedMemory::default();
+    (memory.step.device.weights, memory.step.disk.optimizer) = (Bytes(40), Bytes(u64::MAX));
+    let row = StepMetrics { memory: Some(memory), ..row(3) };
+    state.line(Lines::Metrics, &serde_json::to_vec(&row).unwrap());
+    assert_eq!(state.snapshot().summary.memory, Some(memory));
 }

@@ -81,6 +81,10 @@ impl Storage for Buffer {
         // SAFETY: the part is within the chunk.
         Some((unsafe { self.chunk.pointer.add(self.start) }, self.len))
     }
+
+    fn bytes(&self) -> usize {
+        self.len
+    }
 }
 
 #[derive(Debug, Default)]
@@ -137,7 +141,7 @@ impl Buffers {
     }
 
     pub(super) fn give(&self, buffer: Box<dyn Storage>) {
-        let size = buffer.host().map_or(0, |(_, size)| size);
+        let size = buffer.bytes();
         let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         free.by_size.entry(size).or_default().push(buffer);
     }

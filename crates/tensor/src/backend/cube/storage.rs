@@ -23,6 +23,10 @@ impl Storage for Buffer {
     fn host(&self) -> Option<(NonNull<u8>, usize)> {
         None
     }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
 }
 
 #[derive(Debug, Default)]
