@@ -18,7 +18,7 @@ use settings::Settings;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "memory-predicted",
-    claim: "for 20 runs over all settings, the memory predicted before the run is within 5% of what the allocator \
+    claim: "for 22 runs over all settings, the memory predicted before the run is within 5% of what the allocator \
             counted in it: of all ranks, and of each rank by kind of tensors and in files",
     source: "Ren et al. 2021, ZeRO-Offload (memory by kind); shared/facts/larger-than-a-machine.md",
     seed: 0,

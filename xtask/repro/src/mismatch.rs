@@ -180,6 +180,9 @@ impl Fixtures {
             // With other stages than the job's, the rank would contradict itself.
             return Some(if case == "pipeline" { "pipeline=3" } else { "tensor=3" }.to_owned());
         }
+        if setting == "zero-codec" {
+            return Some("int8,int4".to_owned());
+        }
         if setting == "group" {
             return Some("*.bias:lr=0.5".to_owned());
         }

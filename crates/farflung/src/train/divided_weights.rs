@@ -106,8 +106,7 @@ impl DividedWeights {
     }
 
     /// Returns what gives a pass the parameters, of which `own` is this rank's shard. Before each layer it
-    /// calls
-    /// `advance` with the layer's number of elements and those of all layers of the pass.
+    /// calls `advance` with the layer's number of elements and those of all layers of the pass.
     pub(super) fn reader<'a>(&'a self, own: &'a Tensor, advance: &'a dyn Fn(u64, u64)) -> WeightReader<'a> {
         WeightReader { weights: self, own, advance }
     }

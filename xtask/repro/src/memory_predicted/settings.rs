@@ -5,7 +5,7 @@ use farflung::TrainConfig;
 use farflung::base::{Bytes, Precision};
 use farflung::config::choice::{OptimizerKind, SamplingKind, StatePlace, SyncKind};
 use farflung::config::value::Setting as _;
-use farflung::config::zero::Weights;
+use farflung::config::zero::{Weights, ZeroWithin};
 use farflung::optim::sync::DILOCO;
 use farflung::parallel::Recompute;
 use farflung::parallel::pipeline::Method;
@@ -79,6 +79,11 @@ fn replicas(one: &TrainConfig) -> Result<Vec<Settings>> {
         named("2 replicas, DiLoCo", TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 1, ..two }),
         named("3 replicas, zero 1 as 3:1:2", zero(1, &[3, 1, 2])),
         named("2 replicas, zero 2", zero(2, &[1, 1])),
+        named("2 replicas, zero 3", zero(3, &[1, 1])),
+        named(
+            "4 replicas, zero 3 as 2:1:0:1 in groups of 2",
+            TrainConfig { zero_within: ZeroWithin::Neighbours(2), ..zero(3, &[2, 1, 0, 1]) },
+        ),
         named(
             "2 replicas, zero 1, state on disk",
             TrainConfig { state: StatePlace::Disk, ..zero(1, &[1, 1]) },
