@@ -64,7 +64,7 @@ struct ComingUnit {
 #[derive(Debug)]
 enum ComingValues {
     Gathered(Box<GatheredRange>),
-    /// The room that it takes on a device that only counts.
+    /// On a device that only counts, the room that it takes until it is a tensor.
     Counted(Tensor),
 }
 
@@ -123,9 +123,11 @@ impl DividedWeights {
                     (Some(shards), None) => shards.start_gather(&range, own).map(Some),
                     (None, _) => Ok(None),
                 };
-                let values = match gathered.map_err(gather_error)? {
-                    Some(values) => ComingValues::Gathered(Box::new(values)),
-                    None => ComingValues::Counted(self.device.zeros(range.len())?),
+                let values = if let Some(values) = gathered.map_err(gather_error)? {
+                    ComingValues::Gathered(Box::new(values))
+                } else {
+                    let host = self.device.counting_for(MemoryKind::Messages);
+                    ComingValues::Counted(host.zeros(range.len())?)
                 };
                 fetched.coming.push(ComingUnit { range, inside: inside.is_some(), values });
             }
@@ -140,7 +142,11 @@ impl DividedWeights {
                         }
                         self.device.tensor(&values, values.len())?
                     }
-                    ComingValues::Counted(room) => room,
+                    ComingValues::Counted(room) => {
+                        let values = self.device.zeros(range.len())?;
+                        drop(room);
+                        values
+                    }
                 };
                 fetched.held.push(UnitValues { range, values: Arc::new(values) });
             }
